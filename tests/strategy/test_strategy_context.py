@@ -60,9 +60,16 @@ def test_the_states_of_a_program(strategy):
 
 @pytest.mark.shows("ReplicaContext")
 def test_the_replica_context_of_one_replica(strategy):
+    def merge(merging, value, *, plus):
+        assert merging is strategy
+        assert state() == CROSS
+        return value + plus
+
     def replica_fn():
         context = get_replica_context()
         assert isinstance(context, ReplicaContext)
+        assert context.merge_call(merge, (4,), {"plus": 1}) == 5
+        assert state() == REPLICA
         assert context.strategy is get_strategy() is strategy
         assert context.replica_id_in_sync_group == 0
         assert context.num_replicas_in_sync == 1
@@ -112,15 +119,6 @@ def test_scopes_are_left_in_reverse_order(strategy):
     assert state() == OUTSIDE
 
 
-def test_a_scope_is_left_where_an_error_passes(strategy):
-    with pytest.raises(KeyError), strategy.scope():
-        raise KeyError("x")
-    with pytest.raises(KeyError):
-        strategy.run(lambda: {}["x"])
-    assert state() == OUTSIDE
-    assert zv.creator.get() is None
-
-
 def test_what_is_for_the_cross_replica_context_is_refused_in_a_replica(strategy):
     calls = [
         lambda: strategy.scope().__enter__(),
@@ -137,6 +135,14 @@ def test_what_is_for_the_cross_replica_context_is_refused_in_a_replica(strategy)
         return strategy.experimental_local_results(1)
 
     assert strategy.run(replica_fn) == (1,)
+    # That of the default strategy is where code is that has entered nothing.
+    assert get_strategy().run(lambda: strategy.run(state)) == REPLICA
+    with pytest.raises(KeyError), strategy.scope():
+        raise KeyError("x")
+    with pytest.raises(KeyError):
+        strategy.run(lambda: {}["x"])
+    assert state() == OUTSIDE
+    assert zv.creator.get() is None
 
 
 @pytest.mark.parametrize("args", [3, "abc", {1}, None, iter([1]), np.ones(2)])
@@ -145,6 +151,7 @@ def test_args_are_a_list_or_a_tuple(strategy, args):
         strategy.run(lambda *a: a, args=args)
 
 
+@pytest.mark.shows("run(args=, kwargs=)")
 def test_args_kwargs_and_results_pass_through_one_replica(strategy):
     marker = object()
     result = strategy.run(lambda a, b, c: (a, b, c), [1, marker], {"c": {"d": None}})
@@ -197,8 +204,3 @@ def test_the_default_strategy(strategy):
     assert context.all_reduce("mean", 5) == 5
     with strategy.scope(), pytest.raises(RuntimeError, match="ParameterServerStrategy"):
         default.scope().__enter__()
-
-
-def test_a_strategy_may_be_entered_from_a_replica_of_the_default_one(strategy):
-    default = get_strategy()
-    assert default.run(lambda: strategy.run(state)) == REPLICA

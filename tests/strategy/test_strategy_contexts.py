@@ -10,7 +10,6 @@ import pytest
 import zstrat as zs
 import zstrat.variables as zv
 from zstrat.strategy import (
-    MultiStepContext,
     RunOptions,
     experimental_set_strategy,
     get_cross_replica_context,
@@ -52,47 +51,21 @@ def test_update_is_a_cross_replica_context_that_knows_its_copy(strategy):
         seen = strategy.extended.update(v, lambda var: (var is v, *where()))
         assert seen == (True, True, None, 0)
         assert where() == (True, None, None)
-    assert where()[0] is False
-    assert get_update_replica_id() is None
-
-
-def test_an_update_enters_the_scope(strategy):
-    with strategy.scope():
-        v = zs.Variable(1.0)
 
     def fn(var, amount):
         assert get_strategy() is strategy
         with strategy.scope():
-            assert get_update_replica_id() == 0
+            assert where() == (True, None, 0)
         return var.assign_add(amount)
 
     assert strategy.extended.update(v, fn, args=(2.0,)) is v
-    assert v.numpy() == 3.0
-    assert not has_strategy()
-
-
-def test_an_error_in_an_update_leaves_its_context(strategy):
-    with strategy.scope():
-        v = zs.Variable(1.0)
+    strategy.run(lambda: strategy.extended.update(v, fn, args=(3.0,)))  # once for all
+    assert v.numpy() == 6.0
     with pytest.raises(ZeroDivisionError):
         strategy.extended.update(v, lambda var: 1 / 0)
+    assert where()[0] is False
     assert get_update_replica_id() is None
     assert not has_strategy()
-
-
-def test_an_update_in_a_replica_function_is_made_once_for_all(strategy):
-    with strategy.scope():
-        v = zs.Variable(1.0)
-
-    def replica_fn():
-        result = strategy.extended.update(
-            v, lambda var, x: (var.assign_add(x), *where())[1:], args=(2.0,)
-        )
-        assert get_update_replica_id() is None
-        return result
-
-    assert strategy.run(replica_fn) == (True, None, 0)
-    assert v.numpy() == 3.0
 
 
 @pytest.mark.shows("experimental_set_strategy")
@@ -196,22 +169,6 @@ def test_a_replica_context_is_used_in_its_replica(strategy, other):
     assert context.num_replicas_in_sync == 1
 
 
-def test_merge_call_of_one_replica(strategy):
-    def replica_fn(x):
-        def merge(merging, value, *, plus):
-            assert merging is strategy
-            assert where() == (True, None, None)
-            return value + plus
-
-        merged = get_replica_context().merge_call(merge, (x,), {"plus": 1})
-        assert not in_cross_replica_context()
-        return merged
-
-    assert strategy.run(replica_fn, (4,)) == 5
-    context = get_replica_context()
-    assert context.merge_call(lambda s, x: (s, x), (3,)) == (context.strategy, 3)
-
-
 def test_strategies_are_not_copied_but_stand_for_themselves(strategy):
     for each in (strategy, get_strategy()):
         with pytest.raises(RuntimeError, match="deepcopy"):
@@ -264,16 +221,3 @@ def test_reductions_of_aggregations():
     ):
         with pytest.raises(ValueError, match="`VariableAggregation`"):
             of(aggregation)
-
-
-def test_a_loop_of_steps_outside_of_every_scope():
-    def step(context, x):
-        assert isinstance(context, MultiStepContext)
-        context.set_last_step_output("x", x)
-        context.set_non_tensor_output("name", f"step {x}")
-
-    loop = get_strategy().extended.experimental_run_steps_on_iterator
-    context = loop(step, iter([1, 2, 3]), iterations=2, initial_loop_values={"y": 0})
-    assert context.last_step_outputs == {"x": 2, "y": 0}
-    assert context.non_tensor_outputs == {"name": "step 2"}
-    assert context.run_op is None

@@ -24,41 +24,6 @@ def per_replica(strategy, *values):
     )
 
 
-@pytest.mark.shows("tf.distribute.StrategyExtended.reduce_to")
-@pytest.mark.parametrize(("op", "wanted"), [("sum", [8.0, 12.0]), ("MEAN", [2.0, 3.0])])
-def test_the_values_of_the_replicas_are_reduced(four, op, wanted):
-    values = per_replica(
-        four, *(np.array([n, n + 1.0], np.float32) for n in (0, 1, 2, 5))
-    )
-    for destination in (values, np.zeros(2), "/device:CPU:0"):
-        found = four.extended.reduce_to(op, values, destination)
-        for each in four.experimental_local_results(found):
-            np.testing.assert_allclose(each, wanted)
-
-
-@pytest.mark.shows("tf.distribute.StrategyExtended.batch_reduce_to")
-def test_a_batch_keeps_its_order_and_its_structure(four):
-    one = per_replica(four, *(np.float32(n) for n in range(4)))
-    two = per_replica(four, *(np.full(3, n, np.int32) for n in range(4)))
-    sparse = per_replica(
-        four,
-        *(zs.IndexedSlices(np.full((1, 2), n, np.float32), [n % 2]) for n in range(4)),
-    )
-    pairs = [({"a": one, "b": two}, one), (sparse, one), (one, one)]
-    first, second, third = four.extended.batch_reduce_to("sum", pairs)
-    assert float(local(four, first["a"])) == 6.0
-    assert local(four, first["b"]).tolist() == [6, 6, 6]
-    joined = local(four, second)
-    assert joined.indices.tolist() == [0, 1, 0, 1]
-    assert joined.values.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
-    assert float(local(four, third)) == 6.0
-    assert four.extended.batch_reduce_to("sum", []) == []
-
-
-def local(strategy, value):
-    return strategy.experimental_local_results(value)[0]
-
-
 def test_a_value_that_is_the_same_everywhere(four, strategy):
     extended = four.extended
     assert extended.reduce_to("mean", 3.0, "CPU:0") == 3.0
@@ -84,18 +49,6 @@ def test_what_reduce_to_refuses(four):
         extended.reduce_to("max", values, values)
     with pytest.raises(ValueError, match="`value_destination_pairs`"):
         extended.batch_reduce_to("sum", [values])
-
-
-def test_reduce_to_inside_of_a_step_is_part_of_it(four):
-    values = per_replica(four, *(np.float32(n) for n in range(4)))
-
-    @zs.function
-    def step():
-        own = four.run(lambda x: x * 2, args=(values,))
-        found = four.extended.reduce_to("sum", own, own)
-        return four.experimental_local_results(found)
-
-    assert [float(x) for x in step()] == [12.0] * 4
 
 
 def test_a_broadcast_has_one_value_for_each_replica(four):

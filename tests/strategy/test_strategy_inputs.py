@@ -151,21 +151,16 @@ def test_what_is_no_batch_is_refused_when_it_comes(element):
     distributed = inputs(2).of_dataset(iter([element]))
     with pytest.raises(ValueError, match="`batch`"):
         next(iter(distributed))
-
-
-def test_replicas_are_the_same_number_in_each_worker():
-    context = InputContext(2, 0, 3)
     with pytest.raises(ValueError, match="multiple of the 2 workers"):
-        ProcessInputs(context, 1).of_dataset(Dataset.range(6).batch(3))
+        ProcessInputs(InputContext(2, 0, 3), 1).of_dataset(Dataset.range(6).batch(3))
 
 
-def test_batches_smaller_than_the_replicas_go_on_for_ever():
-    iterator = iter(inputs(2).of_dataset(Dataset.range(2).repeat().batch(1)))
-    assert [values(next(iterator)) for _ in range(3)] == [
-        [[0], []],
-        [[1], []],
-        [[0], []],
-    ]
+def test_elements_of_functions_need_no_rows():
+    """TF, too, makes a scalar that lacks zero."""
+    made = inputs(2).of_function(lambda _: Dataset.range(3))
+    assert drawn(made) == [[0, 1]]
+    unknown = inputs(2).of_function(lambda _: Dataset.from_generator(lambda: range(3)))
+    assert drawn(unknown) == [[0, 1], [2, 0]]
 
 
 # shares
@@ -235,13 +230,6 @@ def test_a_function_knows_its_pipeline_and_replicas_take_turns():
     made = inputs(2, 2, 1).of_function(dataset_fn)
     assert drawn(made) == [[[1, 3], [5, 7]], [[9], []]]
     assert contexts == [InputContext(2, 1, 4)]
-
-
-def test_elements_of_functions_need_no_rows():
-    made = inputs(2).of_function(lambda _: Dataset.range(3))
-    assert drawn(made) == [[0, 1]]
-    unknown = inputs(2).of_function(lambda _: Dataset.from_generator(lambda: range(3)))
-    assert drawn(unknown) == [[0, 1], [2, 0]]  # TF, too, makes a scalar zero
 
 
 @pytest.mark.shows("InputReplicationMode")
@@ -378,15 +366,12 @@ def test_a_replica_does_not_draw(two):
         with pytest.raises(ValueError, match="replica_fn"):
             two.run(lambda draw=draw: draw(iterator))
     assert values(next(iterator)) == [[0], [1]]
-
-
-def test_a_replica_does_not_distribute(two):
-    for method in (
+    for distribute in (
         two.experimental_distribute_dataset,
         two.distribute_datasets_from_function,
     ):
         with pytest.raises(RuntimeError, match="get_replica_context"):
-            two.run(lambda method=method: method(Dataset.range(2).batch(2)))
+            two.run(lambda method=distribute: method(Dataset.range(2).batch(2)))
 
 
 def test_a_step_of_a_worker_takes_the_iterator_not_the_dataset(two):
@@ -414,19 +399,6 @@ def test_nothing_is_added_to_a_distributed_dataset():
         inputs().of_dataset(distributed)
     with pytest.raises(TypeError, match="distributed already"):
         inputs().of_function(lambda _: distributed)
-
-
-# the default strategy
-
-
-def test_without_a_strategy_there_is_one_replica():
-    strategy = zs.get_strategy()
-    dataset = Dataset.range(3).batch(2)
-    assert drawn(strategy.experimental_distribute_dataset(dataset)) == [[[0, 1]], [[2]]]
-    made = strategy.distribute_datasets_from_function(
-        lambda context: Dataset.range(context.num_replicas_in_sync).batch(1)
-    )
-    assert drawn(made) == [[[0]]]
 
 
 def test_one_worker_shards_nothing():

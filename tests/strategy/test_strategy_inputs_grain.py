@@ -43,34 +43,6 @@ def test_batches_of_grain_are_cut_for_the_replicas(grain):
         assert rows == order
 
 
-def test_processes_share_a_dataset_of_grain(grain):
-    def program(strategy, rank):
-        dataset = grain.MapDataset.range(8).batch(4, drop_remainder=True)
-        dataset = dataset.to_iter_dataset(here(grain))
-        return [x.tolist() for x in strategy.experimental_distribute_dataset(dataset)]
-
-    assert ranks(2, program) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-def test_a_function_shards_with_grain(grain):
-    def program(strategy, rank):
-        def dataset_fn(context):
-            shards, index = context.num_input_pipelines, context.input_pipeline_id
-            mine = grain.MapDataset.range(8)[index::shards]
-            return mine.batch(2).to_iter_dataset(here(grain))
-
-        made = strategy.distribute_datasets_from_function(dataset_fn)
-        return [x.tolist() for x in made]
-
-    assert ranks(2, program) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
-
-
-def test_the_threads_of_grain_end_with_the_iterator(grain):
-    iterator = iter(inputs().of_dataset(grain.MapDataset.range(1000).batch(2)))
-    assert [part.tolist() for part in next(iterator).values] == [[0], [1]]
-    iterator.close()  # the fixture of all tests looks for what is left
-
-
 def test_elements_of_grain_are_not_copied(grain):
     batches = [np.arange(4), np.arange(4, 8)]
     source = grain.MapDataset.source(batches).to_iter_dataset(here(grain))
@@ -124,15 +96,3 @@ def test_a_dataset_of_tensorflow_is_distributed():
         [[4, 5], [6, 7], []],
     ]
     assert [y.shape for y in found[0]["y"].values] == [(2, 1), (2, 1), (0, 1)]
-
-
-def test_a_step_draws_from_a_dataset_of_tensorflow():
-    strategy = zs.get_strategy()
-    made = strategy.distribute_datasets_from_function(lambda context: StandIn(2))
-    iterator = iter(made)
-
-    @zs.function
-    def step(iterator):
-        return next(iterator)["x"].sum()
-
-    assert [int(step(iterator)) for _ in range(2)] == [6, 22]

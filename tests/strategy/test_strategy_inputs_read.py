@@ -2,10 +2,7 @@
 rows, static shapes, seeds, classes of elements and what describes them."""
 
 import dataclasses
-import json
-import sys
 import threading
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,9 +12,7 @@ from ranks import ranks
 import zstrat as zs
 from zstrat.data import AutoShardPolicy, Dataset, InputContext, Options, Recipe
 from zstrat.errors import OutOfRangeError
-from zstrat.launch import Copies, run_copies
 from zstrat.strategy import ProcessInputs
-from zstrat.transport import run
 
 
 def distributed(batches):
@@ -119,9 +114,6 @@ def inputs(replicas, **more):
 def test_passes_begin_in_the_thread_that_calls_iter():
     for replicas in (1, 2):
         check(inputs(replicas).of_dataset, Watched())
-
-
-def test_passes_of_dataset_functions_begin_there_too():
     check(lambda d: inputs(1).of_function(lambda context: d), Watched())
 
 
@@ -140,14 +132,6 @@ def test_a_step_without_rows_for_a_replica_is_none(rows, expected):
     static = ProcessInputs(InputContext(1, 0, 2), 2, static_shapes=True)
     steps = static.of_dataset(Dataset.range(rows).batch(4))
     assert [[len(part) for part in step.values] for step in steps] == expected
-
-
-def test_batches_that_divide_without_a_rest_are_all_alike():
-    static = ProcessInputs(InputContext(1, 0, 2), 2, static_shapes=True)
-    steps = static.of_dataset(Dataset.range(7).batch(4, drop_remainder=True))
-    assert [[part.tolist() for part in step.values] for step in steps] == [
-        [[0, 1], [2, 3]]
-    ]
 
 
 def test_batches_that_leave_replicas_out_are_no_end_of_the_data():
@@ -175,31 +159,6 @@ def test_the_warning_is_at_the_line_of_the_user():
     assert {warning.filename for warning in caught} == {__file__}
 
 
-TASK = Path(__file__).parent / "dataset_task.py"
-
-
-def test_processes_draw_and_end_together(tmp_path):
-    for number, rows in enumerate([range(6), range(6, 8)]):
-        np.save(tmp_path / f"{number}.npy", np.array(rows, np.int32))
-    lines = []
-    command = (sys.executable, str(TASK), str(tmp_path))
-    assert run(run_copies(Copies(command, 2), lines.append)) == 0, lines
-    found = [{}, {}]
-    for line in lines:
-        name, _, text = line.partition(" | ")
-        found[int(name[-1])] = json.loads(text)
-    assert [each["AUTO"] for each in found] == [
-        [[0, 1], [2, 3], [4, 5]],  # file 0
-        [[6, 7], [], []],  # file 1
-    ]
-    assert [each["DATA"] for each in found] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert [each["OFF"] for each in found] == [
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-    ] * 2
-    # Rows 0 1 and 2 of one, 0 1, 2 3 and 4 of the other.
-    assert [each["sums"] for each in found] == [[2, 7, 4]] * 2
-
-
 def watched_inputs(replicas=1):
     return ProcessInputs(InputContext(1, 0, replicas), replicas)
 
@@ -219,13 +178,6 @@ def test_of_a_generator_no_element_is_lost(drawn):
     found = firsts(next(iterator) for _ in range(drawn))
     assert distributed.element_spec.shape == (2,)
     assert found + firsts(iterator) == [0, 1, 2, 3, 4, 5]
-    assert distributed.element_spec.shape == (2,)
-
-
-def test_described_before_and_after_it_is_the_same():
-    distributed = watched_inputs().of_dataset(once(3))
-    assert distributed.element_spec.shape == (2,)
-    assert firsts(distributed) == [0, 1, 2]
     assert distributed.element_spec.shape == (2,)
 
 
@@ -269,3 +221,16 @@ def test_after_a_pass_that_was_closed_unread_a_fresh_one_tells():
     assert distributed.element_spec.shape == (2,)
     assert firsts(distributed) == [0, 1, 2]
     assert len(begun) == 2
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_replicas_share_each_batch_of_the_permutation(drop):
+    data = zs.data.Dataset.from_indexed(
+        np.arange(22), 8, shuffle_seed=1, epochs=2, drop_remainder=drop
+    )
+    strategy = zs.MirroredStrategy(jax.devices()[:2])
+    found = []
+    for batch in strategy.experimental_distribute_dataset(data):
+        rows = [np.asarray(x) for x in strategy.experimental_local_results(batch)]
+        found.append(np.concatenate(rows).tolist())
+    assert found == [batch.tolist() for batch in data]

@@ -17,6 +17,43 @@ def strategy(make_cluster):
     return make_cluster(devices=2).strategy
 
 
+def test_what_is_wrong_is_refused_before_a_worker_sees_it(strategy):
+    per_replica = zs.InputOptions(
+        experimental_replication_mode=zs.InputReplicationMode.PER_REPLICA
+    )
+    for distribute, source, wrong in (
+        (
+            strategy.experimental_distribute_dataset,
+            [np.ones(2)],
+            [(3, r"zs\.data\.Dataset"), (lambda context: [], r"zs\.data\.Dataset")],
+        ),
+        (
+            strategy.distribute_datasets_from_function,
+            lambda context: [],
+            [(3, "InputContext"), (Dataset.range(4).batch(2), "InputContext")],
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match="PER_REPLICA"):
+            distribute(source, per_replica)
+        with pytest.raises(TypeError, match=r"zs\.InputOptions"):
+            distribute(source, {"prefetch": 2})
+        distribute(source, zs.InputOptions())
+        for other, words in wrong:
+            with pytest.raises(TypeError, match=words):
+                distribute(other)
+
+
+def test_what_is_distributed_is_not_distributed_again(strategy):
+    dataset = Dataset.range(4).batch(2)
+    other = zs.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(dataset)
+    for source in (other, *handles(strategy)):
+        with pytest.raises(TypeError, match="distributed already"):
+            strategy.experimental_distribute_dataset(source)
+    elements = iter([np.ones(2)])
+    strategy.experimental_distribute_dataset(elements)
+    assert len(list(elements)) == 1  # a generator is not read
+
+
 @pytest.fixture
 def on_a_worker():
     """The context of worker 1 of 3."""
@@ -47,40 +84,23 @@ def test_the_coordinator_has_no_elements(strategy):
             handle.map  # noqa: B018
 
 
-def test_one_function_for_each_replica_is_refused_at_once(strategy):
-    options = zs.InputOptions(
-        experimental_replication_mode=zs.InputReplicationMode.PER_REPLICA
-    )
-    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        strategy.experimental_distribute_dataset(Dataset.range(2).batch(2), options)
-    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        strategy.distribute_datasets_from_function(lambda _: [], options)
-
-
 @pytest.mark.usefixtures("on_a_worker")
-def test_a_worker_builds_what_travels_to_it(strategy):
-    of_batches, of_elements = (load(dump_code(each)) for each in handles(strategy))
-    assert values(of_batches) == [[[0, 1], [2, 3]], [[4], [5]]]
-    assert values(of_elements) == [[[0, 1, 2, 3], [4, 5]]]
-
-
-@pytest.mark.usefixtures("on_a_worker")
-def test_a_dataset_function_distributes_on_its_worker(strategy):
-    contexts = []
-
+def test_a_worker_builds_what_travels_to_it_or_what_it_distributes(strategy):
     def dataset_fn():
-        def inner(context):
-            contexts.append(context)
-            return Dataset.range(4).batch(context.get_per_replica_batch_size(2))
-
-        return strategy.distribute_datasets_from_function(inner)
+        return strategy.distribute_datasets_from_function(
+            lambda context: Dataset.range(4).batch(
+                context.get_per_replica_batch_size(2)
+            )
+        )
 
     def whole_fn():
         return strategy.experimental_distribute_dataset(Dataset.range(4).batch(2))
 
-    assert values(load(dump_code(whole_fn))()) == [[[0], [1]], [[2], [3]]]
-    made = load(dump_code(dataset_fn))()
-    assert values(made) == [[[0], [1]], [[2], [3]]]
+    for make in (whole_fn, dataset_fn):
+        assert values(load(dump_code(make))()) == [[[0], [1]], [[2], [3]]]
+    of_batches, of_elements = (load(dump_code(each)) for each in handles(strategy))
+    assert values(of_batches) == [[[0, 1], [2, 3]], [[4], [5]]]
+    assert values(of_elements) == [[[0, 1, 2, 3], [4, 5]]]
 
 
 @pytest.mark.shows("ParameterServerStrategy.distribute_datasets_from_function")

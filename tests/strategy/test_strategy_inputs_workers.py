@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ranks import ranks
 from tiers import examples
 
-import zstrat as zs
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, InputContext, Options
 from zstrat.strategy import PerReplica, ProcessInputs
 
@@ -57,19 +56,6 @@ def files(folder, lengths):
 
 
 # data
-
-
-def test_workers_that_read_the_same_keep_their_share():
-    found = ranks(
-        2,
-        lambda strategy, rank: [
-            x.tolist()
-            for x in strategy.experimental_distribute_dataset(
-                Dataset.range(10).batch(4)
-            )
-        ],
-    )
-    assert found == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]]
 
 
 @examples(25)
@@ -242,20 +228,3 @@ def test_the_element_spec_asks_nobody():
         return [x.tolist() for x in made]
 
     assert ranks(2, program) == [[[0, 1], [2, 3]]] * 2
-
-
-def test_a_step_trains_on_what_its_worker_draws():
-    x = np.arange(8, dtype=np.float32)
-
-    def program(strategy, rank):
-        dataset = Dataset.from_tensor_slices(x).batch(4)
-        iterator = iter(strategy.experimental_distribute_dataset(dataset))
-
-        @zs.function
-        def step(iterator):
-            found = strategy.run(lambda batch: batch.sum(), args=(next(iterator),))
-            return strategy.reduce("sum", found, None)
-
-        return [float(step(iterator)) for _ in range(2)]
-
-    assert ranks(2, program) == [[6.0, 22.0]] * 2

@@ -7,56 +7,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_strategy_local_reductions import (
+    ROWS,
+    D,
+    R,
+    bound,
+    one_array,
+    places_of,
+    views,
+)
 
 import zstrat as zs
 from zstrat.experimental import CommunicationOptions
 from zstrat.strategy._local_strategy import _usual
 from zstrat.strategy.reduce import _on_devices
 
-D = jax.devices()
-
-
 OPS = [
     zs.NcclAllReduce(),
     zs.NcclAllReduce(num_packs=3),
     zs.HierarchicalCopyAllReduce(num_packs=0),
 ]
-
-
-R = 4
-
-
-ROWS = jax.NamedSharding(
-    jax.sharding.Mesh(np.array(D[:R]), ("replica",)), jax.P("replica")
-)
-
-
-def one_array(values):
-    """As what a replica function returned."""
-    is_scalar = not np.shape(values[0])
-    whole = (np.array if is_scalar else np.concatenate)(values)
-    return zs.PerReplica.of_whole(jax.device_put(whole, ROWS), R, stacked=is_scalar)
-
-
-def views(values):
-    """Bound to no device, as the views of such a value are."""
-    return zs.PerReplica(one_array(values).values)
-
-
-def bound(values):
-    return zs.PerReplica([jax.device_put(x, D[n]) for n, x in enumerate(values)])
+KINDS = [one_array, views, bound]
 
 
 @dataclass
 class Device:
     platform: str
-
-
-KINDS = [one_array, views, bound]
-
-
-def places_of(array):
-    return [next(iter(x.devices())) for x in array.values]
 
 
 def lowered(number):
@@ -265,24 +241,6 @@ def spied(device):
     return seen
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CPU:2",
-        "/cpu:2",
-        "/device:CPU:2",
-        "/job:localhost/replica:0/task:0/device:CPU:2",
-        2,
-    ],
-)
-def test_a_device_is_named_as_everywhere(name):
-    assert spied(name) == [jax.devices()[2]] * 2
-
-
-def test_a_device_is_itself():
-    assert spied(jax.devices()[3]) == [jax.devices()[3]] * 2
-
-
 def test_the_result_goes_where_it_is_wanted():
     ops = zs.ReductionToOneDevice(reduce_to_device="CPU:1")
     assert ops.reduce("sum", BOTH, "CPU:5").devices() == {jax.devices()[5]}
@@ -290,13 +248,27 @@ def test_the_result_goes_where_it_is_wanted():
     assert float(strategy.extended.reduce_to("sum", BOTH, "CPU:0")) == 3
 
 
-@pytest.mark.parametrize("name", ["CPU:99", 99, -1])
-def test_a_device_that_there_is_not_is_refused(name):
-    with pytest.raises(ValueError, match="/job:loc"):
+@pytest.mark.parametrize("device", ["CPU:2", 2, D[2]])
+def test_a_device_is_named_or_itself(device):
+    assert spied(device) == [D[2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("CPU:99", "/job:loc"),
+        (99, "there is no device 99 in this process; there are /job:.*from 0"),
+        (-1, "there is no device -1 in this process; there are /job:.*from 0"),
+        ("one", "GPU"),
+        ("", "GPU"),
+        (1.5, "GPU"),
+    ],
+)
+def test_what_is_no_device_is_refused(name, words):
+    with pytest.raises(ValueError, match=words):
         zs.ReductionToOneDevice(name)
 
 
-@pytest.mark.parametrize("name", ["one", "", 1.5])
-def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ValueError, match="GPU"):
-        zs.ReductionToOneDevice(name)
+def test_packs_are_counted():
+    with pytest.raises(ValueError, match="num_packs >= 0"):
+        zs.HierarchicalCopyAllReduce(num_packs=-1)

@@ -3,6 +3,7 @@ Python makes of them, and traced once for each."""
 
 import functools
 import gc
+import inspect
 import types
 import warnings
 import weakref
@@ -33,49 +34,50 @@ def quiet():
         yield
 
 
-def test_integers_do_not_wrap(some):
-    def fn(x, step):
-        return x + step**3 % 97
-
-    for step in (2000, 2001, 2002, 2003, 2**40, 2000):
-        assert first(some, some.run(fn, (jnp.float32(0), step))) == step**3 % 97
+def branching(x, rate, rows):
+    if rows > 2 and isinstance(rate, float):
+        return jnp.zeros((rows, 1)) + x * rate
+    return x * 0
 
 
-def test_floats_have_all_their_digits(some):
-    def fn(x, step, *, decay):
-        return x / (1 - decay**step)
+NUMBERS = {
+    "integers do not wrap": (
+        lambda x, step: x - 1 + step**3 % 97,
+        [(n,) for n in (2000, 2001, 2002, 2003, 2**40, 2000)],
+        lambda step: step**3 % 97,
+    ),
+    "floats have all their digits": (
+        lambda x, step, decay: x / (1 - decay**step),
+        [(step, 0.999) for step in (1, 2, 3, 4, 5)],
+        lambda step, decay: 1 / (1 - decay**step),
+    ),
+    "Python may ask what they are and branch": (
+        branching,
+        [(0.1, 3), (0.2, 4), (0.3, 5), (0.4, 6)],
+        lambda rate, rows: np.full((rows, 1), rate),
+    ),
+}
 
-    for step in (1, 2, 3, 4, 5):
-        found = first(some, some.run(fn, (jnp.float32(1), step), {"decay": 0.999}))
-        np.testing.assert_allclose(found, 1 / (1 - 0.999**step), rtol=1e-7)
 
-
-def test_python_may_ask_what_they_are_and_branch(some):
-    def fn(x, rate, rows):
-        if rows > 2 and isinstance(rate, float):
-            return jnp.zeros((rows, 1)) + x * rate
-        return x * 0
-
-    for rate, rows in ((0.1, 3), (0.2, 4), (0.3, 5), (0.4, 6)):
-        found = first(some, some.run(fn, (jnp.float32(1), rate, rows)))
-        np.testing.assert_allclose(found, np.full((rows, 1), rate), rtol=1e-6)
+@pytest.mark.parametrize("how", ["args", "kwargs", "of each replica"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_they_are_pythons_numbers(some, name, how):
+    fn, calls, expected = NUMBERS[name]
+    names = list(inspect.signature(fn).parameters)[1:]
+    for numbers in calls:
+        given, kwargs = numbers, {}
+        if how == "kwargs":
+            given, kwargs = (), dict(zip(names, numbers, strict=True))
+        elif how == "of each replica":
+            given = [PerReplica((n,) * some.num_replicas_in_sync) for n in numbers]
+        found = first(some, some.run(fn, (jnp.float32(1), *given), kwargs))
+        np.testing.assert_allclose(found, expected(*numbers), rtol=1e-6)
 
 
 def test_they_are_returned_as_they_are(some):
     for number in (1, 2.5, 3, 2**60, -0.0):
         found = some.run(lambda n: n, (number,))
         assert repr(found) == repr(number)
-
-
-def test_the_same_of_numbers_that_all_replicas_have():
-    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def fn(x, step):
-        return x + step**3 % 97
-
-    for step in (2000, 2001, 2002, 2003):
-        found = two.run(fn, (jnp.float32(0), PerReplica((step, step))))
-        assert first(two, found) == step**3 % 97
 
 
 def test_each_value_is_compiled_once_and_arrays_are_inputs(some):

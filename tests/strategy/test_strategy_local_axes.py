@@ -64,6 +64,8 @@ def test_an_axis_among_the_numbers_of_a_step_is_refused_in_words(strategy, value
             step(0)
 
 
+@pytest.mark.shows("TPUStrategy.gather")
+@pytest.mark.shows("TPUStrategy.reduce")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_an_axis_of_any_kind(strategy, values, kind, axis):
@@ -76,6 +78,7 @@ def test_an_axis_of_any_kind(strategy, values, kind, axis):
     np.testing.assert_allclose(several, SINGLE.mean((0, axis or 2)), rtol=1e-6)
 
 
+@pytest.mark.shows("tf.distribute.ReplicaContext.all_gather")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_axis_of_any_kind_in_a_replica(mirrored, kind):
     def replica_fn(x, axis):

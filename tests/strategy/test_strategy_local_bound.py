@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import context
 
 import zstrat as zs
 
@@ -51,28 +52,22 @@ def assert_are(two, result, *expected):
 @pytest.mark.parametrize("device", [0, 1, 5])
 @pytest.mark.parametrize("merge", [reduced, added])
 def test_it_is_used_before_and_after_a_meeting(two, own, device, merge):
-    def fn(own, shared):
+    """As an argument, as what it was multiplied with, and as captured."""
+    shared = on(device, 5.0)
+
+    def given(own, shared):
         return merge_call(merge, own * shared) + shared
 
-    assert_are(two, two.run(fn, (own, on(device, 5.0))), 20, 20)
-
-
-@pytest.mark.parametrize("merge", [reduced, added])
-def test_what_it_was_multiplied_with_is_used_again(two, own, merge):
-    def fn(own, shared):
+    def multiplied(own, shared):
         y = own * shared
         return merge_call(merge, y) + y
 
-    assert_are(two, two.run(fn, (own, on(0, 5.0))), 20, 25)
+    def captured(own):
+        return merge_call(merge, own * 5) + shared
 
-
-def test_it_is_taken_in_by_the_function(two, own):
-    shared = on(0, 5.0)
-
-    def fn(own):
-        return merge_call(reduced, own * 5) + shared
-
-    assert_are(two, two.run(fn, (own,)), 20, 20)
+    assert_are(two, two.run(given, (own, shared)), 20, 20)
+    assert_are(two, two.run(multiplied, (own, shared)), 20, 25)
+    assert_are(two, two.run(captured, (own,)), 20, 20)
 
 
 @pytest.mark.parametrize("first", [reduced, added])
@@ -116,20 +111,6 @@ def test_one_device_that_is_not_the_first_computes_there():
     assert where == [{jax.devices()[1]}]
 
 
-def test_its_type_stays_weak(two):
-    """jax: bfloat16 with a weak float32 is bfloat16."""
-    shared = jax.device_put(jnp.full(2, 5.0), jax.devices()[0])
-    assert jax.typeof(shared).weak_type
-
-    def fn(shared):
-        merge_call(lambda _: None)
-        return shared * jnp.ones(2, jnp.bfloat16)
-
-    for part in two.experimental_local_results(two.run(fn, (shared,))):
-        assert part.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(part.astype("float32"), [5, 5])
-
-
 def test_keys_of_jax_come_along(two):
     key = jax.device_put(jax.random.key(3), jax.devices()[0])
     expected = np.asarray(jax.random.uniform(jax.random.key(3), 2))
@@ -141,10 +122,6 @@ def test_keys_of_jax_come_along(two):
 
     for part in two.experimental_local_results(two.run(fn, (key,))):
         np.testing.assert_allclose(part, expected, rtol=1e-6)
-
-
-def context():
-    return zs.get_replica_context()
 
 
 MERGES = {

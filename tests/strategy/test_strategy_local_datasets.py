@@ -8,8 +8,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from in_replicas import values
 from ranks import ranks
 
 import zstrat as zs
@@ -26,10 +26,6 @@ X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
 
 
 Y = np.random.default_rng(1).normal(size=24).astype(np.float32)
-
-
-def values(element):
-    return [np.asarray(part).tolist() for part in element.values]
 
 
 def devices_of(element):
@@ -76,52 +72,6 @@ def test_the_spec_has_the_dtypes_that_elements_have():
     for name in data:
         for one, part in zip(spec[name].values, element[name].values, strict=True):
             assert (one.dtype, one.shape) == (part.dtype, part.shape)
-
-
-@pytest.mark.parametrize("policy", ["dataset", "function"])
-def test_a_step_trains_as_one_device_does(policy):
-    strategy = zs.MirroredStrategy(FOUR)
-    with strategy.scope():
-        w = zs.Variable(np.zeros(3, np.float32))
-        optimizer = zs.Optimizer(optax.sgd(0.1))
-    if policy == "dataset":
-        dataset = Dataset.from_tensor_slices((X, Y)).batch(8)
-        distributed = strategy.experimental_distribute_dataset(dataset)
-    else:
-
-        def dataset_fn(context):
-            size = context.get_per_replica_batch_size(8)
-            return Dataset.from_tensor_slices((X, Y)).batch(size)
-
-        distributed = strategy.distribute_datasets_from_function(dataset_fn)
-
-    @zs.function
-    def step(iterator):
-        def replica(x, y):
-            def loss(w):
-                return jnp.mean((x @ w - y) ** 2) / R
-
-            value, gradient = zs.value_and_grad(loss)(w)
-            optimizer.apply_gradients(gradient, w)
-            return value
-
-        x, y = next(iterator)
-        return strategy.reduce("sum", strategy.run(replica, args=(x, y)), None)
-
-    iterator = iter(distributed)
-    losses = [float(step(iterator)) for _ in range(3)]
-    assert step.trace_count == 1
-
-    expected, told = jnp.zeros(3), []
-    for start in range(0, 24, 8):
-        x, y = X[start : start + 8], Y[start : start + 8]
-        value, gradient = jax.value_and_grad(
-            lambda w, x=x, y=y: jnp.mean((x @ w - y) ** 2)
-        )(expected)
-        told.append(float(value))
-        expected = expected - 0.1 * gradient
-    np.testing.assert_allclose(losses, told, rtol=1e-5)
-    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_input_function_for_each_replica():

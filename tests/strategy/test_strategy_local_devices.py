@@ -11,37 +11,18 @@ import zstrat as zs
 from zstrat.cluster import TPUClusterResolver
 from zstrat.tpu.experimental import DeviceAssignment, initialize_tpu_system
 
-X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+A, S = zs.VariableAggregation, zs.VariableSynchronization
+HERE = "/job:localhost/replica:0/task:0/device:CPU:"
+START = np.array([1.0, 2.0], np.float32)
+ROWS = np.arange(16, dtype=np.float32).reshape(8, 2) / 8
 
 
-W = np.ones(3, np.float32)
-
-
-def trained(strategy, steps, inside):
-    """Value and losses of some steps of training on X."""
-    with strategy.scope():
-        w = zs.Variable(W)
-        optimizer = zs.Optimizer(optax.adam(0.1))
-    replicas = strategy.num_replicas_in_sync
-
-    def replica_fn(x):
-        loss, grads = zs.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) / replicas)(w)
-        optimizer.apply_gradients([(grads, w)])
-        return loss
-
-    def step(x):
-        return strategy.reduce("sum", strategy.run(replica_fn, (x,)), None)
-
-    step = zs.function(step) if inside else step
-    batch = strategy._mesh.layout.place_batch(X)
-    return w, [float(step(batch)) for _ in range(steps)]
-
-
-def expected(steps):
+def in_optax(count):
+    """Value and losses of some steps of `test_variables_are_on_their_device`."""
     rule = optax.adam(0.1)
-    w, state, losses = jnp.asarray(W), rule.init(W), []
-    for _ in range(steps):
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean((X @ w) ** 2))(w)
+    w, state, losses = jnp.asarray(START), rule.init(START), []
+    for _ in range(count):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((ROWS @ w) ** 2))(w)
         update, state = rule.update(grads, state, w)
         w = w + update
         losses.append(float(loss))
@@ -57,17 +38,61 @@ def expected(steps):
         (lambda: zs.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:5"), 5),
         (lambda: zs.CentralStorageStrategy(["CPU:4", "CPU:5"]), 0),
         (lambda: zs.CentralStorageStrategy(["CPU:4"]), 4),
+        (lambda: zs.CentralStorageStrategy(["CPU:1"], "CPU:0"), 0),
     ],
 )
 def test_variables_are_on_their_device(make, where, inside):
-    w, losses = trained(make(), 3, inside)
-    value, wanted = expected(3)
+    """And what an optimizer keeps of them; replicas compute where they are."""
+    strategy = make()
+    replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
+        w = zs.Variable(START)
+        optimizer = zs.Optimizer(optax.adam(0.1))
+        counts = [
+            zs.Variable(0.0, synchronization=how, aggregation=A.SUM)
+            for how in (S.AUTO, S.ON_READ)
+        ]
+
+    def replica_fn(x):
+        loss, grads = zs.value_and_grad(lambda w: jnp.mean((x @ w) ** 2) / replicas)(w)
+        optimizer.apply_gradients([(grads, w)])
+        for count in counts:
+            count.assign_add(x.sum())
+        return loss
+
+    def step(x):
+        return strategy.reduce("sum", strategy.run(replica_fn, (x,)), None)
+
+    step = zs.function(step) if inside else step
+    data = zs.data.Dataset.from_tensor_slices(ROWS).batch(8).repeat(3)
+    batches = strategy.experimental_distribute_dataset(data)
+    losses = [float(step(batch)) for batch in batches]
+    value, wanted = in_optax(3)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     np.testing.assert_allclose(w.numpy(), value, rtol=1e-5)
-    assert w.storage._value.devices() == {jax.devices()[where]}
+    for count in counts:
+        np.testing.assert_allclose(count.numpy(), 3 * ROWS.sum(), rtol=1e-5)
+    computed = strategy.experimental_local_results(strategy.run(lambda: w.value() * 2))
+    places = [f"{HERE}{next(iter(x.devices())).id}" for x in computed]
+    assert tuple(places) == strategy.extended.worker_devices
+    place = {jax.devices()[where]}
     (beside,) = w.storage._slots.values()
-    for leaf in beside.leaves:
-        assert leaf.devices() == {jax.devices()[where]}
+    for kept in (w.storage._value, *beside.leaves, *[c.storage._value for c in counts]):
+        assert kept.devices() == place
+    assert {v.device for v in (w, *counts)} == {f"{HERE}{where}"}
+    assert f"{HERE}{where}" in repr(w)
+    each = strategy.experimental_local_results(counts[1])
+    assert [copy.device for copy in each] == [f"{HERE}{where}"] * replicas
+    assert strategy.extended.parameter_devices == (w.device,)
+    with strategy.scope():
+        with strategy.extended.colocate_vars_with(w):
+            assert zs.Variable(2.0).device == w.device
+        there = strategy.extended.non_slot_devices([w])
+        assert there == w.device
+        for destination in (there, w):
+            found = strategy.extended.reduce_to("MEAN", jnp.float32(2), destination)
+            assert found.devices() == place
+        assert strategy.extended.broadcast_to(jnp.ones(2), there).devices() == place
 
 
 def test_a_transformation_that_changes_what_it_keeps_is_refused():
@@ -76,16 +101,16 @@ def test_a_transformation_that_changes_what_it_keeps_is_refused():
 
     growing = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
     with zs.OneDeviceStrategy("CPU:3").scope():
-        w = zs.Variable(W)
+        w = zs.Variable(START)
         optimizer = zs.Optimizer(growing)
 
     @zs.function
     def step():
-        optimizer.apply_gradients([(jnp.ones(3), w)])
+        optimizer.apply_gradients([(jnp.ones(2), w)])
 
     with pytest.raises(ValueError, match=r"'Optimizer'.*zs\.Optimizer.*params="):
         step()
-    np.testing.assert_array_equal(w.numpy(), W)
+    np.testing.assert_array_equal(w.numpy(), START)
 
 
 def test_the_faces():
@@ -143,91 +168,6 @@ def test_one_device_computes_there():
     assert one.run(lambda x: x * 2, (elsewhere,)).devices() == {jax.devices()[3]}
 
 
-def test_copies_with_central_storage():
-    central = zs.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:5")
-    with central.scope():
-        v = zs.Variable(
-            0.0,
-            aggregation=zs.VariableAggregation.SUM,
-            synchronization=zs.VariableSynchronization.ON_READ,
-        )
-
-    def fn():
-        number = zs.get_replica_context().replica_id_in_sync_group
-        v.assign_add(jnp.float32(1) * number + 1)
-        return v.value()
-
-    assert [float(x) for x in central.run(fn).values] == [1, 2]
-    assert v.numpy() == 3
-    assert v.storage._value.devices() == {jax.devices()[5]}
-
-
-START = np.array([1.0, 2.0], np.float32)
-
-
-@pytest.fixture
-def central():
-    return zs.CentralStorageStrategy(["CPU:1"], "CPU:0")
-
-
-@pytest.fixture
-def variable(central):
-    with central.scope():
-        return zs.Variable(START)
-
-
-def elements(central):
-    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
-    data = zs.data.Dataset.from_tensor_slices(rows).batch(2)
-    return rows, central.experimental_distribute_dataset(data)
-
-
-def test_it_computes_where_the_replica_is(central, variable):
-    def replica(x):
-        variable.assign_add(x)
-        return variable.value() * x
-
-    result = central.run(replica, args=(np.full(2, 3, np.float32),))
-    assert result.devices() == {jax.devices()[1]}
-    np.testing.assert_array_equal(result, (START + 3) * 3)
-    np.testing.assert_array_equal(variable.numpy(), START + 3)
-    assert variable.storage.kept.device_set == {jax.devices()[0]}
-
-
-@pytest.mark.parametrize("in_a_step", [True, False])
-def test_elements_of_a_dataset_are_there_too(central, variable, in_a_step):
-    def replica(x):
-        variable.assign_add(x.sum(0))
-        return (x * variable.value()).sum()
-
-    def each(x):
-        return central.run(replica, args=(x,))
-
-    step = zs.function(each) if in_a_step else each
-    rows, data = elements(central)
-    now = START
-    for n, element in enumerate(data):
-        part = rows[2 * n : 2 * n + 2]
-        now = now + part.sum(0)
-        np.testing.assert_allclose(step(element), (part * now).sum())
-    np.testing.assert_array_equal(variable.numpy(), now)
-
-
-def test_what_an_optimizer_keeps_travels(central, variable):
-    with central.scope():
-        optimizer = zs.Optimizer(optax.sgd(0.5, momentum=0.5))
-
-    def replica(gradient):
-        optimizer.apply_gradients([gradient], [variable])
-
-    ones = jax.device_put(jnp.ones(2), jax.devices()[1])
-    for _ in range(2):
-        central.run(replica, args=(ones,))
-    # The second step moves by 1 + 0.5.
-    np.testing.assert_allclose(variable.numpy(), START - 0.5 * (1 + 1.5))
-    assert variable.storage.kept.device_set == {jax.devices()[0]}
-
-
 @pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]])
 @pytest.mark.parametrize("transform", [jax.vmap, jax.grad])
 def test_a_traced_argument_is_refused_with_words(devices, transform):
@@ -260,38 +200,8 @@ def test_an_argument_from_another_device(with_variables, storage):
         np.testing.assert_array_equal(result, n + 5 + START * with_variables)
 
 
-HERE = "/job:localhost/replica:0/task:0/device:CPU:"
-
-
-A, S = zs.VariableAggregation, zs.VariableSynchronization
-
-
 def cpu(number):
     return jax.devices()[number]
-
-
-def test_the_variable_of_one_device_is_on_it():
-    one = zs.OneDeviceStrategy("CPU:1")
-    with one.scope():
-        v = zs.Variable(1.0, name="v")
-        with one.extended.colocate_vars_with(v):
-            beside = zs.Variable(2.0, name="beside")
-    assert v.device == beside.device == f"{HERE}1"
-    assert one.extended.parameter_devices == (v.device,)
-    assert f"{HERE}1" in repr(v)
-    assert one.run(v.value).devices() == {cpu(1)}
-
-
-def test_what_is_kept_beside_a_variable_is_where_it_is():
-    one = zs.OneDeviceStrategy("CPU:1")
-    with one.scope():
-        v = zs.Variable(1.0)
-        where = one.extended.non_slot_devices([v])
-        assert where == f"{HERE}1"
-        for destination in (where, v):
-            there = one.extended.reduce_to("SUM", jnp.float32(2), destination)
-            assert there.devices() == {cpu(1)}
-        assert one.extended.broadcast_to(jnp.ones(2), where).devices() == {cpu(1)}
 
 
 @pytest.mark.parametrize("synchronization", [S.AUTO, S.ON_READ])
@@ -303,16 +213,6 @@ def test_each_copy_is_on_the_device_of_its_replica(synchronization):
     copies = mirrored.experimental_local_results(v)
     assert [each.device for each in copies] == [f"{HERE}2", f"{HERE}1"]
     assert tuple(each.device for each in copies) == mirrored.extended.parameter_devices
-
-
-def test_what_is_kept_in_one_place_is_there():
-    central = zs.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:3")
-    with central.scope():
-        v = zs.Variable(1.0)
-        seen = zs.Variable(0.0, synchronization=S.ON_READ, aggregation=A.SUM)
-    assert v.device == seen.device == f"{HERE}3"
-    copies = central.experimental_local_results(seen)
-    assert [each.device for each in copies] == [f"{HERE}3"] * 2
 
 
 def test_of_replicas_of_several_devices_the_first_ones_are_named():

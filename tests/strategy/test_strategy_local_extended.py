@@ -52,23 +52,6 @@ def test_a_mirrored_value_stays_itself(strategy):
         assert plain(strategy.run(lambda x: x * 2, (sent,)).values) == ([2, 2],) * 2
 
 
-def test_reduced_to_a_variable_and_applied_there(strategy):
-    with strategy.scope():
-        v = zs.Variable([1.0, 1.0])
-        (delta,) = strategy.extended.batch_reduce_to(
-            "MEAN", [(made(strategy, (2,)), v)]
-        )
-        seen = []
-
-        def fn(var, delta):
-            seen.append(zs.get_update_replica_id())
-            return var.assign_sub(delta)
-
-        assert strategy.extended.update(v, fn, args=(delta,)) is v
-    assert seen == [0]
-    assert v.numpy().tolist() == [-0.5, -0.5]
-
-
 def test_an_update_in_a_replica_function_is_made_once(mirrored):
     with mirrored.scope():
         v = zs.Variable(1.0)
@@ -102,23 +85,6 @@ def test_an_update_in_a_replica_function_is_made_once(mirrored):
 
     with pytest.raises(ValueError, match=r"get_replica_context\(\).*all_reduce"):
         mirrored.run(wrong, args=(jnp.float32(1),))
-
-
-def test_reductions_inside_of_a_step(strategy):
-    with strategy.scope():
-        v = zs.Variable(0.0)
-
-    @zs.function
-    def step():
-        values = made(strategy)
-        total = strategy.extended.reduce_to("SUM", values, v)
-        strategy.extended.update(v, lambda var, x: var.assign_add(x), args=(total,))
-        return total, strategy.extended.broadcast_to(total, v)
-
-    total, sent = step()
-    assert plain(total) == 3.0
-    assert plain(strategy.experimental_local_results(sent)) in ((3.0,), (3.0, 3.0))
-    assert v.numpy() == 3.0
 
 
 def test_outputs_of_replicas_in_a_loop(mirrored):
@@ -163,18 +129,6 @@ def test_variables_are_colocated_with_those_of_the_scope(mirrored):
             mirrored.extended.colocate_vars_with(outside)
     with pytest.raises(RuntimeError, match=r"colocate_vars_with\(\)"):
         mirrored.extended.colocate_vars_with(v)
-
-
-def test_one_device():
-    strategy = zs.OneDeviceStrategy("CPU:1")
-    with strategy.scope():
-        v = zs.Variable(2.0)
-        found = strategy.extended.reduce_to("SUM", strategy.run(lambda: v.value()), v)
-        assert plain(found) == 2.0
-        assert found.devices() == {jax.devices()[1]}
-        assert strategy.extended.update(v, lambda x: x.assign(1.0), group=False) == [v]
-    assert strategy.extended.worker_devices == strategy.extended.parameter_devices
-    assert strategy.extended.worker_devices[0].endswith("/device:CPU:1")
 
 
 def test_updates_of_what_central_storage_keeps_are_brought_together():

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import meet, number
 from jax.extend import source_info_util
 
 import zstrat as zs
@@ -16,10 +17,6 @@ MEAN = zs.VariableAggregation.MEAN
 def shared(two):
     with two.scope():
         return zs.Variable(0.0, aggregation=MEAN)
-
-
-def number():
-    return zs.get_replica_context().replica_id_in_sync_group
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -80,10 +77,6 @@ def test_what_the_caller_handles_is_no_cause(two, shared):
             two.run(fn)
     assert caught.value.__cause__ is None
     assert isinstance(caught.value.__context__, OSError)
-
-
-def meet(merge_fn=lambda strategy: None):
-    zs.get_replica_context().merge_call(merge_fn)
 
 
 def settings():

@@ -47,15 +47,27 @@ def make(reduction="sum_over_batch_size", loss=None, added=None):
     return model
 
 
+def replicated(make, replicas=2):
+    """A model of a strategy."""
+    with zs.MirroredStrategy([f"CPU:{n}" for n in range(replicas)]).scope():
+        return make()
+
+
+def alone_and_replicated(make, replicas=2):
+    """The same model twice, with equal weights."""
+
+    def seeded():
+        keras.utils.set_random_seed(1)
+        return make()
+
+    return seeded(), replicated(seeded, replicas)
+
+
 @pytest.mark.parametrize(("replicas", "size"), [(2, 8), (4, 14)])
 def test_batches_that_cannot_be_divided_evenly(replicas, size):
     """29 rows are batches of 8, 8, 8 and 5, of which two replicas get 3 and 2; or else
     of 14, 14 and 1, and three of four replicas get none."""
-    keras.utils.set_random_seed(1)
-    plain = make()
-    with zs.MirroredStrategy([f"CPU:{n}" for n in range(replicas)]).scope():
-        model = make()
-    model.set_weights([np.asarray(variable.value) for variable in plain.variables])
+    plain, model = alone_and_replicated(make, replicas)
     given = {"batch_size": size, "verbose": 0, "validation_data": (X[:3], Y[:3])}
     histories = []
     for each in (plain, model):
@@ -69,58 +81,38 @@ def test_batches_that_cannot_be_divided_evenly(replicas, size):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_averages_of_replicas_count_rows():
+@pytest.mark.parametrize(
+    ("replicas", "rows", "size", "dtype"),
+    [(4, 5, 3, "float32"), (2, 8, 8, "bfloat16")],
+)
+def test_averages_of_replicas_count_rows(replicas, rows, size, dtype):
     """Of three rows four replicas get 1, 1, 1 and 0: the average is one over rows, as
     the layer is the first, and each replica moves the average by its own mean."""
 
     def make():
-        keras.utils.set_random_seed(1)
-        normal = keras.layers.BatchNormalization(momentum=0.5)
+        normal = keras.layers.BatchNormalization(momentum=0.5, dtype=dtype)
         model = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         return model
 
-    plain = make()
-    with zs.MirroredStrategy([f"CPU:{n}" for n in range(4)]).scope():
-        model = make()
-    for each in (plain, model):
-        each.fit(X[:5], Y[:5], batch_size=3, shuffle=False, verbose=0)
-    found, expected = (each.layers[0].moving_mean for each in (model, plain))
-    np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
-
-
-def test_averages_in_bfloat16_are_of_all_replicas():
-    def make():
-        keras.utils.set_random_seed(1)
-        normal = keras.layers.BatchNormalization(momentum=0.5, dtype="bfloat16")
-        model = keras.Sequential([keras.Input((4,)), normal, keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return model
-
-    plain = make()
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = make()
-    for each in (plain, model):
-        each.fit(X[:8], Y[:8], batch_size=8, shuffle=False, verbose=0)
-    found, expected = (
-        np.asarray(each.layers[0].moving_mean.value, "float32")
-        for each in (model, plain)
+    both = alone_and_replicated(make, replicas)
+    for each in both:
+        each.fit(X[:rows], Y[:rows], batch_size=size, shuffle=False, verbose=0)
+    expected, found = (
+        np.asarray(each.layers[0].moving_mean.value, "float32") for each in both
     )
-    np.testing.assert_allclose(found, expected, rtol=0.02)
+    rtol = 1e-5 if dtype == "float32" else 0.02
+    np.testing.assert_allclose(found, expected, rtol=rtol)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight"])
 def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
     """Replicas count by their rows, so its gradient would be another one."""
-    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
-    with two.scope(), pytest.raises(NotImplementedError, match=reduction):
-        make(reduction)
-    keras.utils.set_random_seed(1)
-    expected = make(reduction).fit(X, Y, verbose=0, shuffle=False).history
-    keras.utils.set_random_seed(1)
-    with zs.MirroredStrategy(["CPU:0"]).scope():
-        model = make(reduction)
-    history = model.fit(X, Y, verbose=0, shuffle=False).history
+    with pytest.raises(NotImplementedError, match=reduction):
+        replicated(lambda: make(reduction))
+    plain, model = alone_and_replicated(lambda: make(reduction), replicas=1)
+    given = {"x": X, "y": Y, "verbose": 0, "shuffle": False}
+    expected, history = plain.fit(**given).history, model.fit(**given).history
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
@@ -136,16 +128,13 @@ def test_a_loss_that_is_no_mean_over_rows_is_refused(reduction):
     ],
 )
 def test_a_loss_is_a_mean_over_rows_or_refused(option, remedy):
-    keras.utils.set_random_seed(1)
-    expected = make(**option).fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
-    keras.utils.set_random_seed(1)
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = make(**option)
+    plain, model = alone_and_replicated(lambda: make(**option))
+    given = {"x": X, "y": Y, "batch_size": 8, "verbose": 0, "shuffle": False}
     if remedy is not None:
         with pytest.raises(NotImplementedError, match=remedy):
-            model.fit(X, Y, batch_size=8, verbose=0, shuffle=False)
+            model.fit(**given)
         return
-    history = model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+    expected, history = plain.fit(**given).history, model.fit(**given).history
     np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
 
 
@@ -252,9 +241,7 @@ def test_an_own_step_takes_tuples_of_any_length_and_arrays_of_other_lengths(othe
         model.optimizer.build(model.trainable_variables)
         return model
 
-    plain = trained()
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = trained()
+    plain, model = alone_and_replicated(trained)
     for each in (plain, model):
         each.fit((x for x in [batch]), steps_per_epoch=1, shuffle=False, verbose=0)
     np.testing.assert_allclose(model.last.bias, plain.last.bias, rtol=1e-5)
@@ -341,14 +328,11 @@ def test_replicas_count_alike_with_a_counter_of_the_users_own():
             return x * keras.ops.cast(self.count < 100, "float32")
 
     def make():
-        keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((4,)), Counts(), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         return model
 
-    plain = make()
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = make()
+    plain, model = alone_and_replicated(make)
     for each in (plain, model):
         each.fit(X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
     for found, expected in zip(model.variables, plain.variables, strict=True):
@@ -382,10 +366,6 @@ def test_a_loss_with_a_mask_is_refused():
         return model
 
     given = np.tril(np.ones((8, 4), "int32")), np.ones((8, 4, 1), "float32")
-    with zs.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = make()
     with pytest.raises(NotImplementedError, match="sample_weight"):
-        model.fit(*given, verbose=0)
-    with zs.MirroredStrategy(["CPU:0"]).scope():
-        model = make()
-    assert model.fit(*given, verbose=0).history["loss"][0] > 0
+        replicated(make).fit(*given, verbose=0)
+    assert replicated(make, 1).fit(*given, verbose=0).history["loss"][0] > 0

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_replicas import meet, number
 
 import zstrat as zs
 from zstrat.errors import DataLossError
@@ -197,14 +198,6 @@ def test_an_assignment_to_a_copy_brings_it_back(two, capfd):
 
 
 ON_READ = zs.VariableSynchronization.ON_READ
-
-
-def number():
-    return zs.get_replica_context().replica_id_in_sync_group
-
-
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
 
 
 @pytest.fixture(params=["apart", "shared", "on_read"])

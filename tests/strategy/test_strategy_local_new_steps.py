@@ -16,8 +16,7 @@ import pytest
 import zstrat as zs
 from zstrat.program import RetraceWarning
 
-RATE = 1.0
-BATCH = None
+RATE = BATCH = None
 TRACES = []
 
 
@@ -27,6 +26,19 @@ def two():
     return zs.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
+@pytest.fixture
+def run(two, monkeypatch):
+    """Runs a function that is made of a number, on 1; its result is the number."""
+    monkeypatch.setattr(f"{__name__}.RATE", None)
+    monkeypatch.setattr(f"{__name__}.BATCH", None)
+
+    def run(make, number):
+        fn = make(number)
+        assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
+
+    return run
+
+
 def helper(x):
     return x * RATE
 
@@ -34,10 +46,6 @@ def helper(x):
 def helped(x):
     TRACES.append(1)
     return helper(x)
-
-
-def of_batch(x):
-    return x * BATCH.size
 
 
 class Model:
@@ -61,102 +69,67 @@ class Slim:
         return x * self.factor
 
 
-def changing(two, monkeypatch):
-    for number in range(5):
-        monkeypatch.setattr(f"{__name__}.RATE", number / 2)
-        assert two.run(helped, (jnp.ones(1),)).values[0][0] == number / 2
+def changing(number):
+    globals()["RATE"] = number
+    return helped
 
 
-def closures(two, _):
-    for number in range(5):
-        rate = number / 2
+def closures(number):
+    def fn(x, rate=number):
+        return x * rate
 
-        def fn(x, rate=rate):
-            return x * rate
-
-        two.run(fn, (jnp.ones(1),))
+    return fn
 
 
-def cells(two, _):
-    def make(rate):
-        return lambda x: x * rate
-
-    for number in range(5):
-        two.run(make(number / 2), (jnp.ones(1),))
+def cells(rate):
+    return lambda x: x * rate
 
 
-def partials(two, _):
-    for number in range(5):
-        two.run(functools.partial(lambda rate, x: x * rate, number / 2), (jnp.ones(1),))
+def partials(number):
+    return functools.partial(lambda rate, x: x * rate, number)
 
 
-def methods(two, _):
-    for number in range(5):
-        two.run(Model(number).scaled, (jnp.ones(1),))
+def methods(number):
+    return Model(number).scaled
 
 
-def objects(two, _):
-    for number in range(5):
-        two.run(Model(number), (jnp.ones(1),))
+def compiled(number):
+    model = Model(number)
+    return jax.jit(lambda x, model=model: model(x))
 
 
-def compiled(two, _):
-    for number in range(5):
-        model = Model(number)
-        two.run(jax.jit(lambda x, model=model: model(x)), (jnp.ones(1),))
+def steps(rate):
+    return zs.function(lambda x: x * rate)
 
 
-def steps(two, _):
-    def make(rate):
-        return zs.function(lambda x: x * rate)
-
-    for number in range(5):
-        two.run(make(number / 2), (jnp.ones(1),))
-
-
-def slim_objects(two, _):
-    for number in range(5):
-        two.run(Slim(number), (jnp.ones(1),))
-
-
-NAMES = {
-    objects: "Model",
-    slim_objects: "Slim",
-    steps: "steps.make.<lambda>",
-    methods: "Model.scaled",
-    closures: "closures.fn",
-    cells: "cells.make.<lambda>",
-    partials: "partials.<lambda>",
-}
-CHANGES = {
-    objects: "object that is called was <Model at|is another one",
-    slim_objects: "object that is called (was <Slim at|is another one)",
-    compiled: "object that is called was <PjitFunction at|is another one|"
-    "the default of 'model' of .* was <Model at",  # as the version of jax has it
-    steps: "captured name 'rate' of .*lambda> was 1.5 and is 2.0",
-    methods: "object that it .*is a method of,? (was <Model at|is another one)",
-    changing: "global 'RATE' of .* was 1.5 and is 2.0",
-    closures: "the default of 'rate' of .*fn was 1.5 and is 2.0",
-    cells: "captured name 'rate' of .*lambda> was 1.5 and is 2.0",
-    partials: r"args\[0\] of the partial was 1.5 and is 2.0",
+REBOUND = "captured name 'rate' of .*lambda> was 1.5 and is 2.0"
+# The name of the function, and what is said of its change from 1.5 to 2.0.
+NEW = {
+    Model: ("Model", "object that is called was <Model at|is another one"),
+    Slim: ("Slim", "object that is called (was <Slim at|is another one)"),
+    # As the version of jax has it.
+    compiled: (mock.ANY, "was <PjitFunction at|is another one|of .* was <Model at"),
+    steps: ("steps.<lambda>", REBOUND),
+    methods: ("Model.scaled", "is a method of,? (was <Model at|is another one)"),
+    changing: (mock.ANY, "global 'RATE' of .* was 1.5 and is 2.0"),
+    closures: ("closures.fn", "the default of 'rate' of .*fn was 1.5 and is 2.0"),
+    cells: ("cells.<lambda>", REBOUND),
+    partials: ("partials.<lambda>", r"args\[0\] of the partial was 1.5 and is 2.0"),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_fifth_is_told_with_its_name_its_line_and_what_changed(
-    two, change, monkeypatch
-):
-    with pytest.warns(
-        RetraceWarning, match=f"5th time.*{CHANGES[change]}.*args of run"
-    ) as told:
-        change(two, monkeypatch)
+@pytest.mark.parametrize("make", NEW)
+def test_the_fifth_is_told_with_its_name_its_line_and_what_changed(run, make):
+    name, change = NEW[make]
+    for number in range(4):
+        run(make, number / 2)
+    words = f"5th time.*{change}.*args of run"
+    with pytest.warns(RetraceWarning, match=words) as told:
+        run(make, 2.0)
     (each,) = told
-    assert str(each.message).split("'")[1] == NAMES.get(change, mock.ANY)
-    (line,) = [
-        change.__code__.co_firstlineno + number
-        for number, text in enumerate(inspect.getsourcelines(change)[0])
-        if "two.run" in text
-    ]
+    assert str(each.message).split("'")[1] == name
+    lines, first = inspect.getsourcelines(run)
+    (line,) = [first + n for n, text in enumerate(lines) if "two.run" in text]
     assert (each.filename, each.lineno) == (__file__, line)
 
 
@@ -172,86 +145,80 @@ def test_many_that_live_are_found_again_in_silence(two):
             assert two.run(fn, (jnp.ones(1),)).values[0][0] == number % 6
 
 
-def test_a_few_of_a_global_are_kept(two, monkeypatch):
-    def run(rate):
+def test_a_few_of_a_global_are_kept(run):
+    def is_traced(rate):
         count = len(TRACES)
-        monkeypatch.setattr(f"{__name__}.RATE", rate)
-        assert two.run(helped, (jnp.ones(1),)).values[0][0] == rate
+        run(changing, rate)
         return len(TRACES) > count
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RetraceWarning)
-        assert all(run(float(rate)) for rate in range(20))
-        assert not any(run(float(rate)) for rate in range(12, 20))
-        assert run(0.0)
+        assert all(is_traced(float(rate)) for rate in range(20))
+        assert not any(is_traced(float(rate)) for rate in range(12, 20))
+        assert is_traced(0.0)
 
 
-def made_by_global(two, number, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.BATCH", np.ones(number))
-    assert two.run(of_batch, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(BATCH)
+def of_batch(x):
+    return x * BATCH.size
 
 
-def made_by_partial(two, number, _):
+def by_global(number):
+    globals()["BATCH"] = np.ones(number)
+    return of_batch, BATCH
+
+
+def by_partial(number):
     batch = np.ones(number)
-    fn = functools.partial(lambda batch, x: x * batch.size, batch)
-    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(batch)
+    return functools.partial(lambda batch, x: x * batch.size, batch), batch
 
 
-def made_by_method(two, number, _):
-    model = Model(number)
-    assert two.run(model.scaled, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(model)
+def by_object(use):
+    """``use`` makes a function of a model."""
+
+    def by_object(number):
+        model = Model(number)
+        return use(model), model
+
+    return by_object
 
 
-def made_by_object(two, number, _):
-    model = Model(number)
-    assert two.run(model, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(model)
+def by_itself(make):
+    def by_itself(number):
+        fn = make(number)
+        return fn, fn
+
+    return by_itself
 
 
-def made_by_partial_of_object(two, number, _):
-    model = Model(number)
-    assert two.run(functools.partial(model, jnp.ones(1))).values[0][0] == number
-    return weakref.ref(model)
+# A function that is made of a number, and what should go when nobody has it.
+MADE = {
+    "global": by_global,
+    "partial": by_partial,
+    "method": by_object(lambda model: model.scaled),
+    "object": by_object(lambda model: model),
+    "partial of an object": by_object(
+        lambda model: functools.partial(lambda f, x: f(x), model)
+    ),
+    "step of an object": by_object(zs.function),
+    "closure over an object": by_object(lambda model: lambda x: model(x)),
+    "compiled": by_itself(lambda number: jax.jit(lambda x: x * number)),
+    "step": by_itself(lambda number: zs.function(lambda x: x * number)),
+}
 
 
-def made_by_compiled(two, number, _):
-    fn = jax.jit(lambda x: x * number)
-    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(fn)
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_gone_does_not_stay(run, name, monkeypatch):
+    found = []
 
+    def make(number):
+        fn, kept = MADE[name](number)
+        found.append(weakref.ref(kept))
+        return fn
 
-def made_by_step(two, number, _):
-    fn = zs.function(lambda x: x * number)
-    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(fn)
-
-
-def made_by_step_of_object(two, number, _):
-    model = Model(number)
-    assert two.run(zs.function(model), (jnp.ones(1),)).values[0][0] == number
-    return weakref.ref(model)
-
-
-MADE = [
-    made_by_global,
-    made_by_partial,
-    made_by_method,
-    made_by_object,
-    made_by_partial_of_object,
-    made_by_compiled,
-    made_by_step,
-    made_by_step_of_object,
-]
-
-
-@pytest.mark.parametrize("made", MADE)
-def test_what_is_gone_does_not_stay(two, made, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RetraceWarning)
-        found = [made(two, number, monkeypatch) for number in range(1, 8)]
+        for number in range(1, 8):
+            run(make, number)
     monkeypatch.undo()
     gc.collect()
     assert sum(ref() is not None for ref in found) <= 2  # for the next ones

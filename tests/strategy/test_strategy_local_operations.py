@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_cluster import FakeCluster
+from in_replicas import context, meet
 from lockstep import KINDS, A, Copies, S
 from ranks import ranks
 
@@ -23,6 +25,7 @@ WAYS = [
     "in turns",
     "in turns in a step",
     "eagerly",
+    "on a worker",
 ]
 STRATEGIES = {
     "one": lambda: zs.OneDeviceStrategy("CPU:3"),
@@ -51,6 +54,9 @@ COMBINATIONS = {
     ("none", "in a step"): (0, ALL),
     ("two", "in a step"): (1, ODD),
     ("two", "in turns"): (1, EVEN),
+    ("servers", "on a worker"): (2, EVEN),
+    ("servers", "by itself"): (3, ODD),
+    ("servers", "in turns"): (0, EVEN),
 }
 """Each sixth operation on variables is tried in each of them, from that one on: so each
 in one program and in turns. Of the others those: each in all ways, and under all
@@ -112,14 +118,6 @@ IDS = np.array([[0, 1, 1], [0, 3, 0], [2, 1, 0], [3, 3, 2]], np.int32)
 """Rows that the replicas update, some of them several times."""
 LOOKED_UP = np.array([2, 0, 2])
 BYTE, HALF = jnp.int8(3), jnp.float16(1.5)
-
-
-def context():
-    return zs.get_replica_context()
-
-
-def meet():
-    context().merge_call(lambda strategy: None)
 
 
 class Read(NamedTuple):
@@ -331,15 +329,26 @@ class Write(NamedTuple):
         # Which of two rows is the last one is nobody's promise.
         return 1 if self.what == "scatter_update" else 3
 
-    def fn(self, own, variable):
+    def fn(self, own, variable, compiled=None):
+        """``compiled`` reads the variable, and is compiled by the user: what jax has
+        traced of it for a replica, or before the update, is nobody else's. Rows on
+        servers are not looked up after an update."""
+        is_looped = compiled is not None and not self.has_rows
+        found = {"before": compiled()} if is_looped else {}
         update = getattr(variable, self.what)
         if self.has_rows:
             count = self.rows
             update(zs.IndexedSlices(own[self.dtype][:count], own["ids"][:count]))
         else:
             update(own[self.dtype])
-        found = {"value": variable.value()}
-        if self.what.endswith("add") and self.dtype == "float32":
+        found["value"] = variable.value()
+        if is_looped:
+            found["after"] = compiled()
+            found["in a loop"] = jax.lax.fori_loop(
+                0, 1, lambda _, x: x + variable.value(), jnp.zeros((4, 2))
+            )
+        is_here = not variable.device.startswith("/job:ps")
+        if is_here and self.what.endswith("add") and self.dtype == "float32":
             found["rows"] = variable.sparse_read(LOOKED_UP)
             found["looked up"] = zs.embedding_lookup(variable, jnp.asarray(LOOKED_UP))
         return found
@@ -391,11 +400,11 @@ WRITES = [
 ]
 
 
-def weak_values(strategy):
+def weak_values(strategy, is_here):
     """Arrays that are as good as a Python number: what replicas have returned, and what
     all devices have."""
     number = jnp.full(2, 100)
-    if len(strategy.extended.worker_devices) == 1:
+    if len(strategy.extended.worker_devices) == 1 or not is_here:
         # A step takes no arguments that are bound to different devices.
         return dict.fromkeys(["returned", "returned in turns", "everywhere"], number)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("devices",))
@@ -426,8 +435,16 @@ class Outcome(NamedTuple):
 def writes_of(name, way, tier):
     """Those that are tried here, of those that the strategy allows."""
     start, step = (COMBINATIONS[name, way][0], 6) if tier == "some" else (0, 1)
-    for write in WRITES[start::step] if name != "none" else ():
-        if name != "central" or KINDS[write.kind] != (A.NONE, S.ON_WRITE):
+    for number, write in enumerate(WRITES if name != "none" else ()):
+        aggregation, synchronization = KINDS[write.kind]
+        # Of several processes the means of integers are another code.
+        is_exact = aggregation is A.MEAN and write.dtype != "float32"
+        if (number - start) % step and not (is_exact and "processes" in name):
+            continue
+        if name == "servers" and synchronization is S.ON_READ:
+            continue
+        is_apart = KINDS[write.kind] == (A.NONE, S.ON_WRITE)
+        if not is_apart or name not in ("central", "servers"):
             yield write
 
 
@@ -440,22 +457,29 @@ def is_readable(write):
     return KINDS[write.kind] != (A.NONE, S.ON_READ)
 
 
-def performed(strategy, writes, name, way, tier):
+def performed(strategy, writes, name, way, tier, cluster=None):
     """All operations, twice, in one replica function."""
     with strategy.scope():
         variables = {write: write.variable() for write in writes}
+    compiled = {
+        write: jax.jit(lambda v=v: v.value() * 1)
+        for write, v in variables.items()
+        if write.dtype == "float32"
+    }
     own = strategy.experimental_distribute_values_from_function(
         lambda context: own_of(context.replica_id_in_sync_group)
     )
 
-    own |= weak_values(strategy)
+    own |= weak_values(strategy, is_here=cluster is None)
     operations = reads_of(name, way, tier, reads())
 
     def replica(own):
         if "turns" in way:
             meet()
         found = {read.name: read.fn(own) for read in operations}
-        return found | {w.name: w.fn(own, v) for w, v in variables.items()}
+        for write, variable in variables.items():
+            found[write.name] = write.fn(own, variable, compiled.get(write))
+        return found
 
     def step(own):
         return strategy.run(replica, args=(own,))
@@ -464,6 +488,9 @@ def performed(strategy, writes, name, way, tier):
         do = zs.function(lambda: step(own))
     elif way in ("by itself", "in turns"):
         do = functools.partial(step, own)
+    elif way == "on a worker":
+        shipped = cluster.ship(zs.function(lambda: step(own)))
+        do = functools.partial(cluster.run, shipped)
     else:
         do = functools.partial(zs.function(step, eager=way == "eagerly"), own)
     do()
@@ -490,9 +517,10 @@ def performed(strategy, writes, name, way, tier):
 def outcomes(name, way, tier):
     """Of each process, and how many replicas it has."""
     writes = list(writes_of(name, way, tier))
-    if name in STRATEGIES:
-        strategy = STRATEGIES[name]()
-        found = performed(strategy, writes, name, way, tier)
+    if "processes" not in name:
+        cluster = FakeCluster(devices=2) if name == "servers" else None
+        strategy = STRATEGIES[name]() if cluster is None else cluster.strategy
+        found = performed(strategy, writes, name, way, tier, cluster)
         return [found], strategy.num_replicas_in_sync
     local = 1 if name.endswith("one") else 2
 
@@ -503,10 +531,10 @@ def outcomes(name, way, tier):
 
 
 @functools.cache
-def copies_of(write, replicas):
-    """After the operation was made twice."""
+def copies_of(write, replicas, times=2):
+    """After the operation was made so many times."""
     copies = Copies(KINDS[write.kind], write.start, replicas)
-    for _ in range(2):
+    for _ in range(times):
         write.apply(copies, rows_of(replicas))
     return copies
 
@@ -583,11 +611,17 @@ def test_what_replicas_read_of_variables_that_they_update(combination):
             own = copies_of(write, replicas).values[number]
             found = dict(result[write.name])
             where = f"{write.name}, replica {number}"
-            require_equal(found.pop("value"), own, where)
+            if "before" in found:
+                before = copies_of(write, replicas, 1).values[number]
+                require_equal(found.pop("before"), before, where)
+            for name in {"value", "after", "in a loop"} & {*found}:
+                require_equal(found.pop(name), own, where)
             for rows in found.values():
                 require_equal(rows, own[LOOKED_UP], where)
 
 
+@pytest.mark.shows("VariableSynchronization.ON_WRITE")
+@pytest.mark.shows("tf.Variable(aggregation=)")
 def test_what_is_read_of_variables_afterwards(combination):
     processes, local = outcomes(*combination)
     for rank, outcome in enumerate(processes):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_replicas import context
 from ranks import ranks
 from tiers import combined
 
@@ -43,10 +44,6 @@ def both(request):
         return ranks(2, one, HERE)
 
     return both
-
-
-def context():
-    return zs.get_replica_context()
 
 
 def variables(strategy, **aggregations):

@@ -4,11 +4,9 @@ each, against one process."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh
 from ranks import Board, Threads, ranks
-from test_strategy_on_read_integer_means import check
 from tiers import combined
 
 import zstrat as zs
@@ -109,79 +107,6 @@ X = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
 
 
-W = np.random.default_rng(2).normal(size=(5, 3)).astype(np.float32)
-
-
-STEPS = 5
-
-
-def program(strategy, rank):
-    assert strategy.num_replicas_in_sync == 4
-    with strategy.scope():
-        w = zs.Variable(W * (rank == 0))
-        seen = zs.Variable(0.0, aggregation=zs.VariableAggregation.SUM)
-        optimizer = zs.Optimizer(optax.adam(0.1))
-
-    @zs.function
-    def train_step(iterator):
-        def replica(batch):
-            x, y = batch
-            context = zs.get_replica_context()
-            # Normalized over the whole batch: a collective before the gradient's.
-            mean = context.all_reduce("mean", jnp.mean(x, 0))
-
-            def loss(w):
-                return jnp.mean(((x - mean) @ w - y) ** 2) / 4
-
-            value, grad = zs.value_and_grad(loss)(w)
-            optimizer.apply_gradients(grad, w)
-            seen.assign_add(jnp.float32(x.shape[0]))
-            ids = context.all_gather(
-                jnp.asarray(context.replica_id_in_sync_group)[None], 0
-            )
-            return value, ids
-
-        value, ids = strategy.run(replica, args=(next(iterator),))
-        return strategy.reduce("sum", value, None), ids
-
-    mine = slice(rank * 4, rank * 4 + 4)
-    iterator = zs.StepIterator([(X[mine], Y[mine])] * STEPS)
-    losses = []
-    for _ in range(STEPS):
-        value, ids = train_step(iterator)
-        losses.append(float(value))
-        for each in strategy.experimental_local_results(ids):
-            np.testing.assert_array_equal(each, [0, 1, 2, 3])
-    assert train_step.trace_count == 1
-    assert float(seen.numpy()) == 8 * STEPS
-    return losses, w.numpy()
-
-
-def expected():
-    transformation = optax.adam(0.1)
-    w, losses = jnp.asarray(W), []
-    state = transformation.init(w)
-    for _ in range(STEPS):
-        value, grad = jax.value_and_grad(
-            lambda w: jnp.mean(((X - X.mean(0)) @ w - Y) ** 2)
-        )(w)
-        delta, state = transformation.update(grad, state, w)
-        w = w + delta
-        losses.append(float(value))
-    return losses, w
-
-
-def test_they_train_as_one_process():
-    losses, w = expected()
-    for seen, value in ranks(2, program, TWO):
-        np.testing.assert_allclose(seen, losses, rtol=1e-5)
-        np.testing.assert_allclose(value, w, rtol=1e-5, atol=1e-6)
-
-
-def test_means_of_integers_are_exact(tmp_path):
-    ranks(2, lambda strategy, rank: check(strategy, tmp_path / str(rank), 0), TWO)
-
-
 def test_batches_lie_on_the_devices_of_their_replicas():
     def program(strategy, rank):
         data = zs.data.Dataset.from_tensor_slices((X, Y)).batch(8)
@@ -212,32 +137,3 @@ def test_many_replicas_outside_of_a_step_are_told_of_their_pace(caplog):
     warned = [each for each in caplog.records if each.levelname == "WARNING"]
     assert all("zs.function" in each.getMessage() for each in warned)
     assert len(warned) == 2  # one of each rank
-
-
-@pytest.mark.parametrize(
-    ("how", "in_step"), combined(["sum", "mean", "gather"], [True, False])
-)
-def test_gradients_of_what_all_replicas_have_together(how, in_step):
-    """Each loss is weighed with another number; the gradient is that of their sum."""
-
-    def program(strategy, rank):
-        def replica():
-            context = zs.get_replica_context()
-            number = context.replica_id_in_sync_group
-
-            def loss(x):
-                if how == "gather":
-                    both = context.all_gather(x, 0)
-                else:
-                    both = context.all_reduce(how, x)
-                return jnp.sum(both) * (number + 1)
-
-            return jax.grad(loss)(jnp.ones(2))
-
-        step = zs.function(lambda: strategy.run(replica))
-        found = step() if in_step else strategy.run(replica)
-        return np.stack(strategy.experimental_local_results(found))
-
-    expected = sum(range(1, 5)) / (4 if how == "mean" else 1)
-    for found in ranks(2, program, TWO):
-        np.testing.assert_allclose(found, np.full((2, 2), expected), rtol=1e-6)

@@ -14,10 +14,12 @@ import zstrat as zs
 
 D = jax.devices()
 R = 4
-NAMES = [f"CPU:{n}" for n in range(R)]
+ORDER = [2, 0, 3, 1]
+NAMES = [f"CPU:{n}" for n in ORDER]
 OPS = {
     "one device": zs.ReductionToOneDevice,
     "the second device": lambda: zs.ReductionToOneDevice(1),
+    "a function": lambda: zs.ReductionToOneDevice(0, lambda arrays: sum(arrays)),
     "nccl": zs.NcclAllReduce,
     "nccl in packs": lambda: zs.NcclAllReduce(num_packs=3),
     "hierarchical": lambda: zs.HierarchicalCopyAllReduce(num_packs=0),
@@ -122,6 +124,8 @@ DESTINATIONS = {
     },
     0: [0],
     7: [7],
+    (0.0, 1.0, 2.0): None,
+    (np.float32(0), np.float32(1)): None,
 }
 """The name of a device, devices of a value per replica, or that of an array."""
 
@@ -131,14 +135,29 @@ def destination_of(given):
         return given
     if isinstance(given, int):
         return jax.device_put(0.0, D[given])
+    if DESTINATIONS[given] is None:
+        return zs.PerReplica(given)
     return zs.PerReplica([jax.device_put(0.0, D[n]) for n in given])
 
 
+def require_there(found, given, expected):
+    """The value is that of the destination, with one entry for each of its replicas."""
+    assert isinstance(found, zs.Mirrored) == isinstance(given, tuple)
+    parts = found.values if isinstance(given, tuple) else [found]
+    assert len(parts) == len(given if isinstance(given, tuple) else [given])
+    if DESTINATIONS[given] is not None:
+        assert places_of(found) in (None, [D[n] for n in DESTINATIONS[given]])
+    for part in parts:
+        require_equal(part, expected)
+
+
+@pytest.mark.shows("CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce")
+@pytest.mark.shows("ReductionToOneDevice")
 @pytest.mark.parametrize(("name", "kind"), combined([*OPS], KINDS, step=3))
 def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
     ops = OPS[name]()
     cases = [(dtype, shape) for dtype in DTYPES for shape in [(), (2, 3)]]
-    where = [*DESTINATIONS] * 3
+    where = [*DESTINATIONS] * 2
     pairs = [
         (kind(numbers(dtype, shape)), destination_of(given))
         for (dtype, shape), given in zip(cases, where, strict=False)
@@ -146,12 +165,20 @@ def test_a_batch_of_all_dtypes_to_all_destinations(name, kind):
     for op in ("sum", "mean"):
         results = ops.batch_reduce(op, pairs)
         for (dtype, shape), given, found in zip(cases, where, results, strict=False):
-            assert isinstance(found, zs.Mirrored) == isinstance(given, tuple)
-            assert places_of(found) in (None, [D[n] for n in DESTINATIONS[given]])
-            for part in found.values if isinstance(given, tuple) else [found]:
-                require_equal(part, expected_of(op, numbers(dtype, shape)))
+            require_there(found, given, expected_of(op, numbers(dtype, shape)))
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_a_broadcast_to_all_destinations(name):
+    for value in (np.ones(2, np.float32), jnp.ones(2)):
+        for given in DESTINATIONS:
+            found = OPS[name]().broadcast(value, destination_of(given))
+            require_there(found, given, np.ones(2, np.float32))
+    assert OPS[name]().broadcast(5, "CPU:1") == 5
+
+
+@pytest.mark.shows("tf.distribute.StrategyExtended.reduce_to")
+@pytest.mark.shows("tf.distribute.StrategyExtended.batch_reduce_to")
 @pytest.mark.parametrize(
     ("name", "kind"), combined([*OPS], [*KINDS, *VARIABLES], step=4)
 )
@@ -161,6 +188,9 @@ def test_what_the_strategy_reduces(name, kind):
         there = zs.Variable(0.0)
         values = numbers("f4", (2, 3))
         value = kind(values)
+    rows = zs.PerReplica(
+        [zs.IndexedSlices(jnp.full((1, 2), n), jnp.array([n % 2])) for n in range(R)]
+    )
 
     for op in ("sum", "mean"):
         wanted = expected_of(op, values)
@@ -173,9 +203,14 @@ def test_what_the_strategy_reduces(name, kind):
                 for part in strategy.experimental_local_results(found):
                     require_equal(part, wanted)
         with strategy.scope():
-            found = strategy.extended.batch_reduce_to(op, [(value, there)] * 2)
-            for each in found:
-                assert places_of(each) == D[:R]
+            pairs = [({"a": value, "b": [value]}, there), (rows, there), (value, there)]
+            tree, joined, last = strategy.extended.batch_reduce_to(op, pairs)
+            assert strategy.extended.batch_reduce_to(op, []) == []
+            assert strategy.experimental_local_results(joined)[0].indices.tolist() == [
+                *(0, 1, 0, 1)
+            ]
+            for each in (tree["a"], tree["b"][0], last):
+                assert places_of(each) == [D[n] for n in ORDER]
                 for part in each.values:
                     require_equal(part, wanted)
 
@@ -232,6 +267,10 @@ def test_rows_and_what_lies_otherwise_keep_their_order(name):
         zs.IndexedSlices(jnp.full((1, 2), n), jnp.array([n]), (R, 2)) for n in range(R)
     ]
     bound_rows = [jax.device_put(x, D[n]) for n, x in enumerate(rows)]
+    wide_rows = [
+        zs.IndexedSlices(np.array([[2**40 + 4 * n]]), np.array([2**33 + n]))
+        for n in range(R)
+    ]
     values = [
         there,
         zs.PerReplica(rows),
@@ -241,6 +280,9 @@ def test_rows_and_what_lies_otherwise_keep_their_order(name):
         zs.PerReplica([there.values[1]]),
         zs.PerReplica(bound_rows),
         there,
+        zs.PerReplica([np.array(3_000_000_003), *[jnp.array(n) for n in (1, 2, 2)]]),
+        zs.PerReplica(wide_rows),
+        np.float32(5),
     ]
     for op, count in (("sum", 1), ("mean", R)):
         found = OPS[name]().batch_reduce(op, [(x, "CPU:1") for x in values])
@@ -252,13 +294,31 @@ def test_rows_and_what_lies_otherwise_keep_their_order(name):
             assert sparse.dense_shape == (R, 2)
         assert int(found[2]) == 12_000_000_006 // count
         assert found[3].shape == found[4].shape == (0, 2)
+        assert int(found[8]) == 3_000_000_008 // count
+        assert found[9].indices.tolist() == [2**33 + n for n in range(R)]
+        assert found[9].values[:, 0].tolist() == [
+            (2**40 + 4 * n) / count for n in range(R)
+        ]
+        assert found[10] == 5
+    copies = OPS[name]().reduce("sum", zs.PerReplica(rows), zs.PerReplica((0, 0)))
+    assert [x.indices.tolist() for x in copies.values] == [[*range(R)]] * 2
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_shapes_that_differ_are_refused(name):
+def test_what_is_not_alike_is_refused(name):
+    ops, there = OPS[name](), "CPU:0"
     parts = [jax.device_put(np.ones(n + 1), D[n]) for n in range(2)]
     with pytest.raises(ValueError, match=r"\(1,\).*\(2,\)"):
-        OPS[name]().reduce("sum", zs.PerReplica(parts), "CPU:0")
+        ops.reduce("sum", zs.PerReplica(parts), there)
+    # Together they have as many numbers in both replicas.
+    both = [(zs.PerReplica(x), there) for x in (parts, parts[::-1])]
+    with pytest.raises(ValueError, match=r"\(1,\).*\(2,\)"):
+        ops.batch_reduce("sum", both)
+    rows = zs.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+    with pytest.raises(ValueError, match="IndexedSlices"):
+        ops.reduce("sum", zs.PerReplica((rows, np.ones((3, 2)))), there)
+    with pytest.raises(TypeError, match="`per_replica_value`"):
+        ops.reduce("sum", {"a": np.ones(2)}, there)
 
 
 def test_what_replicas_share_counts_for_each_of_them():
@@ -287,7 +347,7 @@ def test_integers_of_64_bits_are_not_cut():
     found = strategy.extended.broadcast_to(np.array([6_000_000_000]), v)
     assert [x.tolist() for x in found.values] == [[6_000_000_000]] * 2
     found = strategy.extended.broadcast_to(np.array([6]), v)
-    assert places_of(found) == D[:2]
+    assert places_of(found) == [D[n] for n in ORDER[:2]]
 
 
 @pytest.mark.parametrize("do", [lambda fn: fn(), lambda fn: zs.function(fn)()])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import meet, number, values
 
 import zstrat as zs
 from zstrat.strategy import regroup
@@ -27,10 +28,6 @@ class Both:
         return cls(*members, name)
 
 
-def values(result):
-    return [np.asarray(value).tolist() for value in result.values]
-
-
 def in_both_ways(strategy, make):
     """What is returned by one program and in turns; by itself and in a step."""
 
@@ -45,45 +42,38 @@ def in_both_ways(strategy, make):
             yield run(lambda in_turns=in_turns: replica(in_turns))
 
 
-def test_a_class_that_jax_knows(two):
-    for found in in_both_ways(two, lambda x: Both(x, [x + 10], "name")):
-        assert isinstance(found, Both)
-        assert found.name == "name"
-        assert values(found.first) == [0, 1]
-        assert values(found.second[0]) == [10, 11]
+def with_default(x):
+    made = collections.defaultdict(list)
+    made["b"], made["a"] = x, [x + 10]
+    return made
 
 
-def test_a_dictionary_with_a_default(two):
-    def make(x):
-        made = collections.defaultdict(list)
-        made["b"], made["a"] = x, [x + 10]
-        return made
-
-    for found in in_both_ways(two, make):
-        assert type(found) is collections.defaultdict
-        assert found.default_factory is list
-        assert sorted(found) == ["a", "b"]
-        assert values(found["b"]) == [0, 1]
-        assert values(found["a"][0]) == [10, 11]
+CONTAINERS = {
+    "a class that jax knows": lambda x: Both(x, [x + 10], "name"),
+    "a dictionary with a default": with_default,
+    "an ordered dictionary": lambda x: collections.OrderedDict(b=x, a=[x + 10]),
+}
 
 
-def test_an_ordered_dictionary(two):
-    def make(x):
-        return collections.OrderedDict([("b", x), ("a", x + 10)])
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_containers_are_what_they_were(two, name):
+    for found in in_both_ways(two, CONTAINERS[name]):
+        assert type(found) is type(CONTAINERS[name](0))
+        if isinstance(found, Both):
+            assert found.name == "name"
+            members = found.first, found.second[0]
+        else:
+            assert getattr(found, "default_factory", list) is list
+            assert sorted(found) == ["a", "b"]
+            assert isinstance(found, collections.defaultdict) or [*found] == ["b", "a"]
+            members = found["b"], found["a"][0]
+        assert [values(each) for each in members] == [[0, 1], [10, 11]]
 
-    for found in in_both_ways(two, make):
-        assert type(found) is collections.OrderedDict
-        assert list(found) == ["b", "a"]
-        assert values(found["a"]) == [10, 11]
 
-
-def test_a_counter_is_not_counted():
+def test_containers_are_merged_or_refused():
     merged = regroup([collections.Counter(a=1), collections.Counter(a=2)])
     assert type(merged) is collections.Counter
     assert merged["a"].values == (1, 2)
-
-
-def test_members_of_different_kinds_are_refused():
     with pytest.raises(ValueError, match=r"\[one\].*\[other\]"):
         regroup([Both(1, 2, "one"), Both(1, 2, "other")])
 
@@ -91,83 +81,34 @@ def test_members_of_different_kinds_are_refused():
 BATCH = np.arange(4, dtype=np.float32)
 
 
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
-
-
-def drawing(elements):
-    return zs.StepIterator(iter(elements))
-
-
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_each_has_its_rows_of_what_was_drawn(two, eager, in_turns):
-    def replica(x, shared):
+    def replica(x, shared, changed):
         if in_turns:
             meet()
-        return {"rows": x["a"] * 1, "of both": x["a"].sum() + shared.sum()}
+        both = x["a"].sum() + shared.sum()
+        return {"rows": x["a"] * 1, "of both": both, "changed": changed.sum()}
 
     @zs.function(eager=eager)
     def step(iterator):
-        return two.run(replica, args=(next(iterator), jnp.ones(2)))
+        drawn = next(iterator)
+        found = two.run(replica, args=(drawn, jnp.ones(2), drawn["a"] + 0))
+        return found, two.reduce("sum", found["of both"], axis=None)
 
-    found = step(drawing([{"a": BATCH}]))
-    assert values(found["rows"]) == [[0, 1], [2, 3]]
-    assert values(found["of both"]) == [3, 7]
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_rows_are_counted_once(two, eager):
-    @zs.function(eager=eager)
-    def step(iterator):
-        def replica(x):
-            meet()
-            return x.sum()
-
-        return two.reduce("sum", two.run(replica, args=(next(iterator),)), axis=None)
-
-    iterator = drawing([BATCH, BATCH + 1])
-    assert [float(step(iterator)), float(step(iterator))] == [6, 10]
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_rows_that_do_not_split_are_refused(two, eager):
-    @zs.function(eager=eager)
-    def step(iterator):
-        def replica(x):
-            meet()
-            return x.sum()
-
-        return two.run(replica, args=(next(iterator),))
-
+    iterator = zs.StepIterator(iter([{"a": BATCH}, {"a": BATCH + 1}]))
+    for plus in (0, 1):
+        found, total = step(iterator)
+        assert values(found["rows"]) == [[plus, 1 + plus], [2 + plus, 3 + plus]]
+        assert values(found["of both"]) == [3 + 2 * plus, 7 + 2 * plus]
+        assert values(found["changed"]) == [6 + 4 * plus] * 2  # was not drawn: whole
+        assert float(total) == 10 + 4 * plus
+        if eager:
+            places = [value.devices() for value in found["rows"].values]
+            assert places == [{device} for device in jax.devices()[:2]]
+    five = zs.StepIterator(iter([{"a": np.arange(5, dtype=np.float32)}]))
     with pytest.raises(ValueError, match="a batch of 5 elements does not split evenly"):
-        step(drawing([np.arange(5, dtype=np.float32)]))
-
-
-def test_what_was_not_drawn_is_whole(two):
-    @zs.function(eager=True)
-    def step(iterator):
-        (first, scalar) = next(iterator)
-        return two.run(lambda x, y: (x.sum(), y * 1), args=(first + 0, scalar))
-
-    whole, scalar = step(drawing([(BATCH, np.float32(7))]))
-    assert values(whole) == [6, 6]
-    assert values(scalar) == [7, 7]
-
-
-def test_rows_lie_where_their_replica_runs(two):
-    @zs.function(eager=True)
-    def step(iterator):
-        return two.run(lambda x: x * 2, args=(next(iterator),))
-
-    found = step(drawing([BATCH]))
-    assert [value.devices() for value in found.values] == [
-        {device} for device in jax.devices()[:2]
-    ]
-
-
-def number():
-    return zs.get_replica_context().replica_id_in_sync_group
+        step(five)
 
 
 X = np.arange(6, dtype=np.float32)
@@ -217,23 +158,15 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_they_lead_to_turns(two, name):
     fn, expected = CASES[name]
-    found = two.experimental_local_results(two.run(fn, (jnp.asarray(X),)))
-    assert len(found) == 2
-    for n, part in enumerate(found):
-        np.testing.assert_array_equal(part, expected(n), strict=False)
-        assert part.shape == expected(n).shape
-
-
-@pytest.mark.parametrize("name", ["zeros", "stop"])
-def test_in_a_step_the_number_is_known_in_turns(two, name):
-    fn, expected = CASES[name]
-
-    @zs.function
-    def step(x):
-        return two.experimental_local_results(two.run(fn, (x,)))
-
-    for n, part in enumerate(step(jnp.asarray(X))):
-        np.testing.assert_array_equal(part, expected(n))
+    ways = [two.run]
+    if name in ("zeros", "stop"):  # in a step the number is known in turns
+        ways.append(zs.function(two.run))
+    for run in ways:
+        found = two.experimental_local_results(run(fn, (jnp.asarray(X),)))
+        assert len(found) == 2
+        for n, part in enumerate(found):
+            np.testing.assert_array_equal(part, expected(n), strict=False)
+            assert part.shape == expected(n).shape
 
 
 def test_one_replica_and_a_shape_that_is_computed():

@@ -11,18 +11,13 @@ from zstrat.program import StepIterator
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 
 
-@pytest.fixture
-def replicas():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-def step_of(replicas):
-    with replicas.scope():
+def step_of(two):
+    with two.scope():
         variable = zs.Variable(np.float32(1))
 
     @zs.function
     def step():
-        return replicas.reduce("sum", replicas.run(variable.value), axis=None)
+        return two.reduce("sum", two.run(variable.value), axis=None)
 
     return step, variable
 
@@ -35,52 +30,52 @@ def assigning(metric):
 
 
 @pytest.mark.parametrize("aggregation", [A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA])
-def test_a_metric_for_each_epoch_does_not(replicas, aggregation):
-    step, _ = step_of(replicas)
+def test_a_metric_for_each_epoch_does_not(two, aggregation):
+    step, _ = step_of(two)
     for _ in range(3):
         assert step() == 2
-        with replicas.scope():
+        with two.scope():
             metric = zs.Variable(
                 np.float32(0), aggregation=aggregation, synchronization=S.ON_READ
             )
-        replicas.run(assigning(metric))
+        two.run(assigning(metric))
         assert metric.numpy() == (6 if aggregation is A.SUM else 3)
     assert step.trace_count == 1
 
 
-def test_a_variable_that_begins_to_have_copies_does(replicas):
-    step, variable = step_of(replicas)
+def test_a_variable_that_begins_to_have_copies_does(two):
+    step, variable = step_of(two)
     step()
 
     def own():
         number = zs.get_replica_context().replica_id_in_sync_group
         variable.assign(jnp.asarray(number, jnp.float32) + 5)
 
-    replicas.run(own)
+    two.run(own)
     assert step() == 5 + 6
     assert step.trace_count == 2
 
 
-def test_another_variable_that_begins_to_have_copies_does_not(replicas):
-    step, variable = step_of(replicas)
+def test_another_variable_that_begins_to_have_copies_does_not(two):
+    step, variable = step_of(two)
     for number in range(3):
         assert step() == 2
-        with replicas.scope():
+        with two.scope():
             metric = zs.Variable(np.float32(0))
-        replicas.run(assigning(metric))
+        two.run(assigning(metric))
         assert step.trace_count == 1, number
-    replicas.run(assigning(variable))
+    two.run(assigning(variable))
     assert step() == 6
     assert step.trace_count == 2
 
 
-def test_another_kind_of_random_numbers_does(replicas):
+def test_another_kind_of_random_numbers_does(two):
     def drawn():
         return jax.random.normal(jax.random.PRNGKey(3), (4,))
 
     for kind in ("threefry2x32", "rbg", "threefry2x32"):
         with jax.default_prng_impl(kind):
-            found = replicas.run(drawn).values[1]
+            found = two.run(drawn).values[1]
             np.testing.assert_allclose(found, drawn(), rtol=1e-6)
 
 
@@ -135,9 +130,9 @@ def test_a_body_runs_once_for_each_signature(name):
     assert table.numpy()[3].tolist() == [8, 9]
 
 
-def test_a_body_that_reads_first_in_a_loop_gives_the_same(replicas):
+def test_a_body_that_reads_first_in_a_loop_gives_the_same(two):
     """There a value is made up inside of what jax traces by itself."""
-    with replicas.scope():
+    with two.scope():
         v = zs.Variable(np.float32(3))
 
     def replica(x):
@@ -147,8 +142,8 @@ def test_a_body_that_reads_first_in_a_loop_gives_the_same(replicas):
     def step(x):
         y = jax.lax.scan(lambda c, _: (c * v.value(), None), x, length=2)[0]
         v.assign_add(1.0)
-        out = replicas.run(replica, args=(y,))
-        return replicas.reduce("sum", out, axis=None)
+        out = two.run(replica, args=(y,))
+        return two.reduce("sum", out, axis=None)
 
     assert float(step(1.0)) == 2 * (9 + 4 * 4)
     assert float(step(1.0)) == 2 * (16 + 4 * 5)

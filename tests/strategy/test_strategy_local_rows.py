@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_replicas import meet, number, values
 
 import zstrat as zs
 
@@ -15,18 +16,6 @@ NONE, SUM = zs.VariableAggregation.NONE, zs.VariableAggregation.SUM
 
 
 ON_READ = zs.VariableSynchronization.ON_READ
-
-
-def number():
-    return zs.get_replica_context().replica_id_in_sync_group
-
-
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
-
-
-def values(result):
-    return [np.asarray(value).tolist() for value in result.values]
 
 
 def tables(strategy):
@@ -71,12 +60,19 @@ def test_gradients_of_rows_of_the_own_copy(two, is_step):
 def test_rows_that_are_not_there_are_named(two):
     own, _ = tables(two)
 
-    def replica():
+    def adding(row):
         meet()
-        return own.sparse_read([3])
+        rows = jnp.full((2, 1), 1.0)
+        own.scatter_add(zs.IndexedSlices(rows, jnp.array([row, row])))
 
-    with pytest.raises(IndexError, match="3"):
-        two.run(replica)
+    def reading(row):
+        meet()
+        return own.sparse_read([row])
+
+    for replica in (adding, reading):
+        for row in (3, -1):
+            with pytest.raises(IndexError, match=f"{row}"):
+                two.run(replica, args=(row,))
 
 
 def test_outside_of_replicas_rows_are_of_what_is_read(two):

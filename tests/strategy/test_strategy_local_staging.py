@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from in_replicas import meet
 
 import zstrat as zs
 
@@ -16,45 +17,30 @@ def replicas(request):
     return zs.MirroredStrategy([f"CPU:{n}" for n in range(request.param)])
 
 
-def meet():
-    zs.get_replica_context().merge_call(lambda strategy: None)
-
-
 def created(replicas, **how):
     with replicas.scope():
         return zs.Variable(np.float32(1), **how)
 
 
-def test_a_value_that_jax_would_keep_is_refused(replicas):
-    variable = created(replicas, name="kept")
+@pytest.mark.parametrize("how", [{}, {"synchronization": S.ON_READ}])
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_a_value_that_jax_would_keep_is_refused(replicas, how, in_turns):
+    variable = created(replicas, name="kept", **how)
+
+    def replica(x):
+        if in_turns:
+            meet()
+        return variable.value() * x
 
     @jax.jit
     def total(x):
-        each = replicas.run(lambda x: variable.value() * x, args=(x,))
+        each = replicas.run(replica, args=(x,))
         return replicas.reduce("sum", each, axis=None)
 
-    with pytest.raises(RuntimeError, match=r"'kept'.*jax\.jit"):
-        total(1.0)
-
-
-def test_a_replica_s_own_copy_is_not_read_either(replicas):
-    variable = created(replicas, name="own", synchronization=S.ON_READ)
-    replicas.run(lambda: variable.assign(jnp.float32(2)))
-
-    with pytest.raises(RuntimeError, match=r"'own'.*jax\.jit"):
-        jax.jit(lambda x: replicas.run(lambda: variable.value() * x))(1.0)
-
-
-@pytest.mark.parametrize("how", [{}, {"synchronization": S.ON_READ}])
-def test_nor_is_one_read_in_turns(replicas, how):
-    variable = created(replicas, name="mine", **how)
-
-    def replica(x):
-        meet()
-        return variable.value() * x
-
-    with pytest.raises(RuntimeError, match=r"'mine'.*jax\.jit"):
-        jax.jit(lambda x: replicas.run(replica, args=(x,)))(1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'kept'.*jax\.jit"):
+            total(1.0)
+        replicas.run(lambda: [variable.assign(jnp.float32(2))][1:])  # parts copies
 
 
 @pytest.mark.parametrize(

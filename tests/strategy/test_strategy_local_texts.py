@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from in_replicas import meet
 
 import zstrat as zs
 
@@ -14,10 +15,6 @@ def strategy(request):
     if request.param == 1:
         return zs.OneDeviceStrategy("CPU:1")
     return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-def meet():
-    zs.get_replica_context().merge_call(lambda _: None)
 
 
 def joined(texts):

@@ -8,14 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from lockstep import A, S
 
 import zstrat as zs
-
-NONE, SUM = zs.VariableAggregation.NONE, zs.VariableAggregation.SUM
-
-
-ON_READ = zs.VariableSynchronization.ON_READ
-
 
 THREADS, ROUNDS, REPLICAS = 3, 20, 4
 
@@ -45,14 +40,16 @@ def in_threads(work):
         raise errors[0]
 
 
-def test_counts_of_several_threads_add_up(four):
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_counts_of_several_threads_add_up(four, in_turns):
     with four.scope():
         count = zs.Variable(
-            0, name="count", dtype="int32", aggregation=SUM, synchronization=ON_READ
+            0, name="count", dtype="int32", aggregation=A.SUM, synchronization=S.ON_READ
         )
 
     def replica():
-        zs.get_replica_context().merge_call(lambda strategy: None)
+        if in_turns:
+            zs.get_replica_context().merge_call(lambda strategy: None)
         count.assign_add(1)
 
     in_threads(lambda: [four.run(replica) for _ in range(ROUNDS)])
@@ -63,7 +60,7 @@ def test_threads_that_part_the_copies_at_once(four):
     """The first update of each replica's own: all threads come to it together."""
     for _ in range(5):
         with four.scope():
-            own = zs.Variable(np.zeros(2, np.float32), name="own", aggregation=NONE)
+            own = zs.Variable(np.zeros(2, np.float32), name="own", aggregation=A.NONE)
 
         def replica(own=own):
             zs.get_replica_context().merge_call(lambda strategy: None)
@@ -76,40 +73,16 @@ def test_threads_that_part_the_copies_at_once(four):
         assert np.stack(copies).tolist() == sums
 
 
-def test_rows_of_the_own_copy_are_updated_and_named(four):
-    """Duplicates accumulate; a row that is not there is an error."""
-    with four.scope():
-        own = zs.Variable(np.zeros((3, 1), np.float32), name="own", aggregation=NONE)
-
-    def replica(row):
-        zs.get_replica_context().merge_call(lambda strategy: None)
-        number = zs.get_replica_context().replica_id_in_sync_group
-        rows = jnp.full((2, 1), number + 1.0)
-        own.scatter_add(zs.IndexedSlices(rows, jnp.array([row, row])))
-
-    four.run(replica, args=(2,))
-    copies = [copy.numpy()[:, 0] for copy in four.experimental_local_results(own)]
-    assert np.stack(copies).tolist() == [[0, 0, 2.0 * (n + 1)] for n in range(REPLICAS)]
-    for row in (3, -1):
-        with pytest.raises(IndexError, match=f"no row {row}|{row}"):
-            four.run(replica, args=(row,))
-
-
 SHAPE = (3, 4)
 
 
 @pytest.fixture
-def replicas():
-    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-@pytest.fixture
-def variable(replicas):
-    with replicas.scope():
+def variable(two):
+    with two.scope():
         return zs.Variable(np.zeros(SHAPE, np.float32))
 
 
-def parting(replicas, variable):
+def parting(two, variable):
     """Each replica adds one more than its number to its own copy, in a thread."""
 
     def own():
@@ -117,7 +90,7 @@ def parting(replicas, variable):
         variable.assign_add(jnp.full(SHAPE, number + 1, jnp.float32))
 
     def part():
-        thread = threading.Thread(target=replicas.run, args=(own,))
+        thread = threading.Thread(target=two.run, args=(own,))
         thread.start()
         thread.join()
 
@@ -125,15 +98,13 @@ def parting(replicas, variable):
 
 
 class Before:
-    """A lock before which another thread comes once."""
+    """A lock that calls a function before somebody takes it."""
 
     def __init__(self, lock, comes):
         self.lock, self.comes = lock, comes
 
     def acquire(self):
-        comes, self.comes = self.comes, None
-        if comes is not None:
-            comes()
+        self.comes()
         return self.lock.acquire()
 
     def release(self):
@@ -146,8 +117,14 @@ class Before:
         self.release()
 
 
+def once(act):
+    """Calls the function the first time alone."""
+    acts = [act]
+    return lambda: acts.pop()() if acts else None
+
+
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_after_the_program_was_found(replicas, variable, is_moved):
+def test_after_the_program_was_found(two, variable, is_moved):
     @zs.function
     def step():
         if is_moved:
@@ -156,7 +133,7 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
 
     step()
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(replicas, variable))
+    storage.turn = Before(storage.turn, once(parting(two, variable)))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
@@ -165,8 +142,8 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
 
 @pytest.mark.parametrize("during", [1, 2])
 @pytest.mark.parametrize("how", ["read", "assign", "assign_add"])
-def test_while_it_is_traced(replicas, variable, during, how):
-    part, traces = parting(replicas, variable), []
+def test_while_it_is_traced(two, variable, during, how):
+    part, traces = parting(two, variable), []
 
     @zs.function
     def step():
@@ -186,7 +163,7 @@ def test_while_it_is_traced(replicas, variable, during, how):
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
 
 
-def test_what_was_drawn_is_drawn_again(replicas, variable):
+def test_what_was_drawn_is_drawn_again(two, variable):
     @zs.function
     def step(iterator):
         return variable.value() + next(iterator)
@@ -194,43 +171,17 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
     storage = variable.storage.pool
-    storage.turn = Before(storage.turn, parting(replicas, variable))
+    storage.turn = Before(storage.turn, once(parting(two, variable)))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
 
-def test_two_threads_part_it_once(replicas, variable):
-    part = parting(replicas, variable)
+def test_two_threads_part_it_once(two, variable):
+    part = parting(two, variable)
     storage = variable.storage
-    storage.pool.turn = Before(storage.pool.turn, part)
+    storage.pool.turn = Before(storage.pool.turn, once(part))
     storage.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(storage.copies(variable), copies)
-
-
-@pytest.mark.parametrize("in_turns", [True, False])
-def test_no_count_of_several_threads_is_lost(replicas, in_turns):
-    with replicas.scope():
-        count = zs.Variable(
-            0,
-            aggregation=zs.VariableAggregation.SUM,
-            synchronization=zs.VariableSynchronization.ON_READ,
-        )
-
-    def replica():
-        if in_turns:
-            zs.get_replica_context().merge_call(lambda strategy: None)
-        count.assign_add(1)
-
-    def loop():
-        for _ in range(30):
-            replicas.run(replica)
-
-    threads = [threading.Thread(target=loop) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert count.numpy() == 2 * 3 * 30
 
 
 WAYS = {
@@ -257,27 +208,28 @@ def strategy(request):
     return WAYS[request.param]()
 
 
-def created(strategy, value):
+def asking(strategy, moved, ask):
+    """A step in which replicas add to a variable what is made of its value outside of
+    the program."""
+
+    def replica():
+        value = moved.value()
+        moved.assign_add(jax.pure_callback(ask, value, value))
+
+    return zs.function(lambda: [strategy.run(replica)][1:])
+
+
+def two_variables(strategy):
     with strategy.scope():
-        return zs.Variable(
-            np.full(3, value, np.float32), aggregation=zs.VariableAggregation.MEAN
-        )
+        return [
+            zs.Variable(np.full(3, value, np.float32), aggregation=A.MEAN)
+            for value in (1, 7)
+        ]
 
 
 def test_what_a_step_asks_may_read_another_variable(strategy):
-    moved, other = created(strategy, 1), created(strategy, 7)
-
-    def ask(x):
-        return x + other.numpy()
-
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
+    moved, other = two_variables(strategy)
+    step = asking(strategy, moved, lambda x: x + other.numpy())
     for _ in range(3):
         ended(step)
     # v + (v + 7), three times of 1: 9, 25, 57.
@@ -286,26 +238,14 @@ def test_what_a_step_asks_may_read_another_variable(strategy):
 
 def test_where_values_are_kept_elsewhere_the_old_one_is_read():
     strategy = WAYS["central"]()
-    moved = created(strategy, 2)
-
-    def ask(x):
-        return x + moved.numpy()
-
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
-    ended(step)
-    assert list(moved.numpy()) == [6] * 3
+    moved, _ = two_variables(strategy)
+    ended(asking(strategy, moved, lambda x: x + moved.numpy()))
+    assert list(moved.numpy()) == [3] * 3
 
 
 def test_a_thread_that_waits_for_the_next_value_stops_nobody():
     strategy = WAYS["two"]()
-    moved, other = created(strategy, 1), created(strategy, 7)
+    moved, other = two_variables(strategy)
     asked, goes_on = threading.Event(), threading.Event()
 
     def ask(x):
@@ -313,15 +253,8 @@ def test_a_thread_that_waits_for_the_next_value_stops_nobody():
         assert goes_on.wait(60)
         return x + other.numpy()
 
-    @zs.function
-    def step():
-        def replica():
-            value = moved.value()
-            moved.assign_add(jax.pure_callback(ask, value, value))
-
-        strategy.run(replica)
-
     found = []
+    step = asking(strategy, moved, ask)
     threads = [
         threading.Thread(target=step, daemon=True),
         threading.Thread(target=lambda: found.append(moved.numpy()), daemon=True),
@@ -333,28 +266,6 @@ def test_a_thread_that_waits_for_the_next_value_stops_nobody():
     for thread in threads:
         thread.join(60)
     np.testing.assert_array_equal(found, [[9] * 3])
-
-
-class Noting:
-    """A lock that notes whether an array was ready when this thread took it."""
-
-    def __init__(self, lock, array):
-        self.lock, self.array, self.ready = lock, array, []
-        self.thread = threading.current_thread()
-
-    def acquire(self):
-        if threading.current_thread() is self.thread:
-            self.ready.append(self.array.is_ready())
-        return self.lock.acquire()
-
-    def release(self):
-        self.lock.release()
-
-    def __enter__(self):
-        self.acquire()
-
-    def __exit__(self, *exc):
-        self.release()
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -383,12 +294,17 @@ def test_a_step_waits_for_them_before_it_takes_the_variables(count):
         return x + variable.value()
 
     whole = late(jnp.arange(3.0 * count))
-    spy = Noting(variable.storage.pool.turn, whole)
-    variable.storage.pool.turn = spy
+    pool, thread, ready = variable.storage.pool, threading.current_thread(), []
+
+    def note():
+        if threading.current_thread() is thread:
+            ready.append(whole.is_ready())
+
+    pool.turn = Before(pool.turn, note)
     timer = threading.Timer(0.2, goes_on.set)
     timer.start()
     result = strategy.run(step, (zs.PerReplica.of_whole(whole, count),))
     assert np.array_equal(np.ravel(result.values), np.arange(3.0 * count) + 2)
-    assert spy.ready
-    assert spy.ready[-1]
+    assert ready
+    assert ready[-1]
     timer.join()

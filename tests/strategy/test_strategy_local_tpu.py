@@ -17,7 +17,9 @@ from zstrat.tpu.experimental import DeviceAssignment, Topology
 
 @pytest.mark.shows("TPUStrategy.cluster_resolver", "TPUStrategy.extended")
 @pytest.mark.shows("TPUStrategy.num_replicas_in_sync")
-def test_each_core_is_a_replica(tpu_resolver):
+@pytest.mark.shows("TPUStrategy(tpu_cluster_resolver=)")
+@pytest.mark.shows("TPUStrategy(experimental_device_assignment=)")
+def test_each_core_or_several_of_them_are_a_replica(tpu_resolver, make_tpu):
     strategy = zs.TPUStrategy(tpu_resolver)
     assert strategy.num_replicas_in_sync == 8
     assert strategy.cluster_resolver is tpu_resolver
@@ -25,26 +27,32 @@ def test_each_core_is_a_replica(tpu_resolver):
         f"/job:localhost/replica:0/task:0/device:CPU:{n}" for n in range(8)
     )
     assert strategy.extended.parameter_devices == strategy.extended.worker_devices
-    assert strategy.extended.num_hosts == 1
-    assert strategy.extended.num_replicas_per_host == 8
     assert strategy.extended.experimental_require_static_shapes is True
-    assert "8 replicas of 1" in repr(strategy)
+    three = make_tpu([1, 1, 1, 2], 3)
+    for each, replicas, words in ((strategy, 8, "8 replicas of 1"), (three, 3, "of 2")):
+        assert each.num_replicas_in_sync == replicas
+        assert each.extended.num_hosts == 1
+        assert each.extended.num_replicas_per_host == replicas
+        assert words in repr(each)
+    here = zs.TPUStrategy().cluster_resolver  # the TPU of this machine
+    assert isinstance(here, TPUClusterResolver)
+    assert here.cluster_spec() == ClusterSpec({})
 
 
-@pytest.mark.shows("TPUStrategy(tpu_cluster_resolver=)")
-def test_without_arguments_it_is_the_tpu_of_this_machine():
-    strategy = zs.TPUStrategy()
-    assert isinstance(strategy.cluster_resolver, TPUClusterResolver)
-    assert strategy.cluster_resolver.cluster_spec() == ClusterSpec({})
-
-
-@pytest.mark.shows("TPUStrategy(experimental_device_assignment=)")
-def test_replicas_of_a_device_assignment(make_tpu):
-    strategy = make_tpu([1, 1, 1, 2], 3)
-    assert strategy.num_replicas_in_sync == 3
-    assert strategy.extended.num_hosts == 1
-    assert strategy.extended.num_replicas_per_host == 3
-    assert "3 replicas of 2" in repr(strategy)
+def test_what_is_no_system_of_tpus(tpu_resolver, monkeypatch):
+    with pytest.raises(TypeError, match="ClusterResolver"):
+        zs.TPUStrategy("local")
+    with pytest.raises(TypeError, match="DeviceAssignment"):
+        zs.TPUStrategy(tpu_resolver, [[[0, 0, 0, 0]]])
+    topology = Topology(
+        mesh_shape=[1, 1, 1, 2], device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]
+    )
+    another = DeviceAssignment.build(topology)
+    with pytest.raises(ValueError, match=r"1 tasks of 2 devices.*this job have \[8\]"):
+        zs.TPUStrategy(tpu_resolver, another)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(NotImplementedError):
+        zs.TPUStrategy(tpu_resolver)
 
 
 @pytest.mark.shows("StrategyExtended.worker_devices")
@@ -73,46 +81,25 @@ def test_the_devices_of_a_logical_device(make_tpu):
                 pass
 
 
-def test_arguments_that_are_something_else(tpu_resolver):
-    with pytest.raises(TypeError, match="ClusterResolver"):
-        zs.TPUStrategy("local")
-    with pytest.raises(TypeError, match="DeviceAssignment"):
-        zs.TPUStrategy(tpu_resolver, [[[0, 0, 0, 0]]])
-
-
-def test_an_assignment_of_another_system(tpu_resolver):
-    topology = Topology(
-        mesh_shape=[1, 1, 1, 2], device_coordinates=[[[0, 0, 0, 0], [0, 0, 0, 1]]]
-    )
-    assignment = DeviceAssignment.build(topology)
-    with pytest.raises(ValueError, match=r"1 tasks of 2 devices.*this job have \[8\]"):
-        zs.TPUStrategy(tpu_resolver, assignment)
-
-
+@pytest.mark.shows("TPUStrategy.run")
 @pytest.mark.shows("TPUStrategy.experimental_assign_to_logical_device")
-def test_tensorflows_addition_on_logical_device_0(make_tpu):
-    strategy = make_tpu([1, 1, 1, 2], 1)
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_tensorflows_addition_on_logical_device_0(make_tpu, replicas):
+    strategy = make_tpu([1, 1, 1, 2], replicas)
 
     @zs.function
-    def step_fn(inputs):
+    def step_fn(inputs, times):
         features, _ = inputs
-        output = jnp.add(features, features)
+        output = jnp.add(features, features) * times
         return strategy.experimental_assign_to_logical_device(output, 0)
 
-    result = strategy.run(step_fn, args=((X, Y),))
-    np.testing.assert_allclose(whole(strategy, result), X + X)
-
-
-def test_the_same_with_four_replicas(make_tpu):
-    strategy = make_tpu([1, 1, 1, 2], 4)
-
-    @zs.function
-    def step_fn(inputs):
-        output = jnp.add(inputs, inputs)
-        return strategy.experimental_assign_to_logical_device(output, 0)
-
-    result = strategy.run(step_fn, args=(on_replicas(strategy, X),))
-    np.testing.assert_allclose(whole(strategy, result), X + X)
+    numbers = strategy.experimental_distribute_values_from_function(
+        lambda context: context.num_replicas_in_sync
+    )
+    given = on_replicas(strategy, X), on_replicas(strategy, Y)
+    for step in (step_fn, functools.partial(step_fn)):  # a partial of a step is one
+        result = strategy.run(step, args=(given, numbers))
+        np.testing.assert_allclose(whole(strategy, result), replicas * (X + X))
 
 
 @pytest.mark.shows("TPUStrategy.experimental_split_to_logical_devices")
@@ -131,26 +118,6 @@ def test_tensorflows_image_split_over_eight(make_tpu, spmd):
     np.testing.assert_allclose(
         whole(strategy, result), np.tanh(images @ kernel), rtol=1e-4, atol=1e-5
     )
-
-
-def test_tensorflows_shape_does_not_fit_another_mesh(make_tpu):
-    words = r"\[1, 2, 2, 2\]"
-    with pytest.raises(ValueError, match=words):
-        make_tpu([1, 2, 2, 2], 1, mesh_shape=(2, 2, 1, 2))
-
-
-def test_tensorflows_replicate_example_as_written_splits_over_too_few(make_tpu):
-    """Over 8, with an assignment of two logical devices: it must raise."""
-    strategy = make_tpu([1, 1, 1, 2], 4)
-    images = np.zeros((4, 8, 8, 3), np.float32)
-
-    @zs.function
-    def step_fn(images):
-        return strategy.experimental_split_to_logical_devices(images, [1, 2, 4, 1])
-
-    words = r"\b2\b.*\b8\b"
-    with pytest.raises(ValueError, match=words):
-        strategy.run(step_fn, args=(on_replicas(strategy, images),))
 
 
 @pytest.mark.shows("TPUStrategy.experimental_replicate_to_logical_devices")
@@ -175,31 +142,24 @@ def test_split_images_and_replicated_labels(make_tpu):
 
 @pytest.mark.shows("experimental_assign_to_logical_device(logical_device_id=)")
 @pytest.mark.shows("experimental_split_to_logical_devices(partition_dimensions=)")
-def test_the_checks_of_annotations_and_their_order(make_tpu):
+@pytest.mark.shows("TPUStrategy(experimental_spmd_xla_partitioning=)")
+def test_the_checks_of_annotations(make_tpu):
+    """Those of tests/strategy/test_strategy_tpu_tiles.py, by the strategy."""
     strategy = make_tpu([1, 1, 1, 2], 4)
     x = np.zeros((3, 4), np.float32)
     split = strategy.experimental_split_to_logical_devices
-    with pytest.raises(ValueError, match="`partition_dimensions`"):
-        split(x, [2])
-    with pytest.raises(ValueError, match=r"partition_dimensions.*\[0\]"):
-        split(x, [2, 2])
-    with pytest.raises(ValueError, match="`partition_dimensions`"):
-        split(x, [1, 4])
+    for wrong in ([2], [2, 2], [1, 4]):
+        with pytest.raises(ValueError, match="partition_dimensions"):
+            split(x, wrong)
     for number in (2, -1):
         with pytest.raises(ValueError, match="`logical_core_id`"):
             strategy.experimental_assign_to_logical_device(x, number)
     assert strategy.experimental_replicate_to_logical_devices(x) is x
     with_one = zs.TPUStrategy()
     assert with_one.experimental_split_to_logical_devices(x, [1, 1]) is x
-    with pytest.raises(ValueError, match="only total of 1 logical devices in replica"):
-        with_one.experimental_assign_to_logical_device(x, 1)
-
-
-@pytest.mark.shows("TPUStrategy(experimental_spmd_xla_partitioning=)")
-def test_nothing_is_assigned_in_spmd_mode(make_tpu):
-    strategy = make_tpu([1, 1, 1, 2], 4, experimental_spmd_xla_partitioning=True)
+    spmd = make_tpu([1, 1, 1, 2], 4, experimental_spmd_xla_partitioning=True)
     with pytest.raises(ValueError, match="experimental_spmd_xla_partitioning="):
-        strategy.experimental_assign_to_logical_device(X, 0)
+        spmd.experimental_assign_to_logical_device(X, 0)
 
 
 def test_a_split_result_lies_in_tiles_on_its_replica(make_tpu):
@@ -257,34 +217,6 @@ def test_the_program_of_a_step_computes_with_tiles(make_tpu):
         assert sharding.shard_shape(X.shape) == (4, 6)
 
 
-def test_replicas_on_devices_of_other_processes_are_refused(tpu_resolver, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    with pytest.raises(NotImplementedError):
-        zs.TPUStrategy(tpu_resolver)
-
-
-@pytest.mark.shows("TPUStrategy.run")
-def test_tensorflows_run(tpu_resolver):
-    strategy = zs.TPUStrategy(tpu_resolver)
-
-    @zs.function
-    def run():
-        def value_fn(value_context):
-            return value_context.num_replicas_in_sync
-
-        distributed_values = strategy.experimental_distribute_values_from_function(
-            value_fn
-        )
-
-        def replica_fn(value):
-            return value * 2
-
-        return strategy.run(replica_fn, args=(distributed_values,))
-
-    result = strategy.experimental_local_results(run())
-    assert {int(value) for value in result} == {16}
-
-
 def test_a_plain_function_outside_of_a_step_is_refused(tpu_resolver):
     strategy = zs.TPUStrategy(tpu_resolver)
     words = "TPUStrategy"
@@ -301,17 +233,6 @@ def test_a_plain_function_outside_of_a_step_is_refused(tpu_resolver):
 
         with pytest.raises(NotImplementedError, match=words):
             step()
-
-
-def test_a_partial_of_a_step_function_is_one(tpu_resolver):
-    strategy = zs.TPUStrategy(tpu_resolver)
-
-    @zs.function
-    def double(x, scale):
-        return x * scale
-
-    result = strategy.run(functools.partial(double, scale=2), args=(jnp.float32(3),))
-    assert float(strategy.experimental_local_results(result)[0]) == 6
 
 
 def test_a_function_returns_tensors(tpu_resolver):

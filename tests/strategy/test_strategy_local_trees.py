@@ -40,23 +40,28 @@ def joined(strategy):
 
 @pytest.mark.parametrize("name", ALONG_THE_ROWS)
 def test_a_map_calls_its_function_for_each_replica(strategy, name):
-    fn = ALONG_THE_ROWS[name]
-    found = jax.tree.map(fn, joined(strategy))
-    assert isinstance(found, PerReplica)
-    for value, row in zip(found.values, ROWS, strict=True):
-        np.testing.assert_allclose(value, fn(jnp.asarray(row)), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ALONG_THE_ROWS)
-def test_a_map_in_a_step_calls_its_function_for_each_replica(strategy, name):
+    """Also in a step, and in what the user compiles."""
     fn = ALONG_THE_ROWS[name]
 
-    @zs.function
-    def step(value):
-        return strategy.experimental_local_results(jax.tree.map(fn, value))
+    def mapped(value):
+        found = jax.tree.map(fn, value)
+        assert isinstance(found, PerReplica)
+        return strategy.experimental_local_results(found)
 
-    for value, row in zip(step(joined(strategy)), ROWS, strict=True):
-        np.testing.assert_allclose(value, fn(jnp.asarray(row)), rtol=1e-6)
+    for do in (mapped, zs.function(mapped), jax.jit(mapped)):
+        for value, row in zip(do(joined(strategy)), ROWS, strict=True):
+            np.testing.assert_allclose(value, fn(jnp.asarray(row)), rtol=1e-5)
+
+
+def test_scalars_are_one_leaf_for_each_replica(strategy):
+    value = joined(strategy)
+    means, found = strategy.run(zs.function(lambda x: (x.mean(), x * 2)), args=(value,))
+    assert means.is_stacked
+    leaves = jax.tree.leaves({"loss": means})
+    assert [leaf.shape for leaf in leaves] == [()] * R
+    np.testing.assert_allclose(leaves, ROWS.mean(1), rtol=1e-5)
+    np.testing.assert_array_equal(found.whole, 2 * WHOLE)
+    assert value._values is None, "its parts were made"
 
 
 def test_parts_of_unlike_layouts_are_mapped_together(strategy):
@@ -81,19 +86,6 @@ def test_what_was_mapped_goes_into_run_and_reduce(strategy):
         rtol=1e-4,
         atol=1e-5,
     )
-
-
-def test_scalars_are_one_leaf_for_each_replica(strategy):
-    means = strategy.run(zs.function(lambda x: x.mean()), args=(joined(strategy),))
-    assert means.is_stacked
-    leaves = jax.tree.leaves({"loss": means})
-    assert [leaf.shape for leaf in leaves] == [()] * R
-    np.testing.assert_allclose(leaves, ROWS.mean(1), rtol=1e-5)
-
-
-def test_jit_takes_the_values(strategy):
-    found = jax.jit(lambda value: jax.tree.map(jnp.cumsum, value))(joined(strategy))
-    np.testing.assert_allclose(found.values, np.cumsum(ROWS, 1), rtol=1e-5)
 
 
 def test_a_mirrored_value_is_mapped_as_its_values():
@@ -121,11 +113,4 @@ def test_one_array_goes_through_a_step_as_it_is(strategy):
     np.testing.assert_array_equal(found.whole, 2 * WHOLE)
     assert found.whole.sharding.is_equivalent_to(value.whole.sharding, 1)
     assert len(step.plan((value,)).out_specs) == 1
-    assert value._values is None, "its parts were made"
-
-
-def test_run_takes_and_gives_one_array(strategy):
-    value = joined(strategy)
-    found = strategy.run(zs.function(lambda x: x * 2), args=(value,))
-    np.testing.assert_array_equal(found.whole, 2 * WHOLE)
     assert value._values is None, "its parts were made"

@@ -4,17 +4,13 @@ running a function give the same."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from in_replicas import number
 
 import zstrat as zs
 from zstrat.strategy import PerReplica
 
 SUM = zs.VariableAggregation.SUM
-
-
-def replica_id():
-    return zs.get_replica_context().replica_id_in_sync_group
 
 
 @pytest.mark.shows("ReplicaContext.merge_call")
@@ -26,7 +22,7 @@ def test_tensorflows_example_of_merge_call(two):
         return sum(strategy.experimental_local_results(three_plus_id))
 
     def fn(three):
-        v = three + replica_id()
+        v = three + number()
         s = zs.get_replica_context().merge_call(merge_fn, args=(v,))
         return s + v
 
@@ -39,36 +35,13 @@ def test_tensorflows_example_of_merge_call(two):
     assert one.run(fn, args=(3,)) == 6
 
 
-@pytest.mark.parametrize("peek", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_training_is_the_same_both_ways(two, peek, inside):
-    with two.scope():
-        v = zs.Variable([1.0, 2.0])
-        optimizer = zs.Optimizer(optax.adam(0.1), count_iterations=True)
-
-    def fn(x):
-        if peek:
-            int(replica_id())  # a value that Python looks at
-        loss, grads = zs.value_and_grad(lambda v: jnp.sum(v * x))(v)
-        optimizer.apply_gradients([(grads, v)])
-        assert v.shape == (2,)
-        return loss
-
-    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
-    losses = (zs.function(two.run) if inside else two.run)(fn, (x,))
-    adam, value = optax.adam(0.1), jnp.array([1.0, 2.0])
-    update, _ = adam.update(jnp.array([2.0, 4.0]), adam.init(value))
-    np.testing.assert_allclose(v.numpy(), value + update, rtol=1e-6)
-    np.testing.assert_allclose(losses.values, [2.0, 8.0])
-
-
 def test_a_function_may_look_at_values(two):
     def fn(x):
-        if replica_id() == 0:
+        if number() == 0:
             return x
         return np.asarray(x) * 10
 
-    assert two.run(lambda: "zero" if replica_id() == 0 else "one").values == (
+    assert two.run(lambda: "zero" if number() == 0 else "one").values == (
         "zero",
         "one",
     )
@@ -76,12 +49,12 @@ def test_a_function_may_look_at_values(two):
     assert [x.tolist() for x in two.run(fn, (x,)).values] == [[0], [10]]
     with two.scope():
         v = zs.Variable(2.0)
-    assert two.run(lambda: float(v.numpy()) + replica_id()).values == (2.0, 3.0)
+    assert two.run(lambda: float(v.numpy()) + number()).values == (2.0, 3.0)
 
 
 def test_what_is_computed_in_turns_is_on_the_replicas_devices(two):
     def fn(x):
-        int(replica_id())
+        int(number())
         return x * 2, x.sum()
 
     x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
@@ -100,14 +73,14 @@ def test_replicas_run_in_order_and_meet(two):
 
     @zs.function(eager=True)
     def fn():
-        number = replica_id()
+        own = number()
         context = zs.get_replica_context()
         for turn in range(2):
-            seen.append((turn, number))
-            other = context.merge_call(merge_fn, (number,), {"named": f"from {number}"})
-            assert other == f"from {1 - number}"
+            seen.append((turn, own))
+            other = context.merge_call(merge_fn, (own,), {"named": f"from {own}"})
+            assert other == f"from {1 - own}"
         assert context is zs.get_replica_context()
-        return number
+        return own
 
     assert two.run(fn).values == (0, 1)
     merge = ("merge", (0, 1), ("from 0", "from 1"))
@@ -116,7 +89,7 @@ def test_replicas_run_in_order_and_meet(two):
 
 def test_replicas_that_do_different_things_are_told(two):
     def number_of_calls():
-        if replica_id() == 0:
+        if number() == 0:
             zs.get_replica_context().merge_call(lambda strategy: None)
 
     with pytest.raises(RuntimeError, match="merge_call"):
@@ -124,7 +97,7 @@ def test_replicas_that_do_different_things_are_told(two):
 
     def what():
         context = zs.get_replica_context()
-        if replica_id() == 0:
+        if number() == 0:
             context.merge_call(lambda strategy: None)
         else:
             context.all_reduce("sum", 1.0)
@@ -138,14 +111,14 @@ def test_an_error_in_one_replica_ends_the_others(two):
 
     @zs.function(eager=True)
     def fn():
-        number = replica_id()
+        own = number()
         try:
             zs.get_replica_context().merge_call(lambda strategy: None)
-            if int(number) == 1:
+            if int(own) == 1:
                 raise KeyError("mine")
             zs.get_replica_context().merge_call(lambda strategy: None)
         finally:
-            ended.append(number)
+            ended.append(own)
 
     with pytest.raises(KeyError, match="mine"):
         two.run(fn)
@@ -159,19 +132,6 @@ def test_an_error_in_one_replica_ends_the_others(two):
         two.run(lambda: zs.get_replica_context().merge_call(merge_fn))
 
 
-def test_an_error_before_the_others_begin(two):
-    begun = []
-
-    @zs.function(eager=True)
-    def fn():
-        begun.append(replica_id())
-        raise KeyError("first")
-
-    with pytest.raises(KeyError, match="first"):
-        two.run(fn)
-    assert begun == [0]
-
-
 @pytest.mark.parametrize("peek", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_update_of_a_copy_under_a_transformation_is_refused(two, peek, inside):
@@ -180,7 +140,7 @@ def test_an_update_of_a_copy_under_a_transformation_is_refused(two, peek, inside
 
     def fn():
         if peek:
-            int(replica_id())
+            int(number())
         return jax.grad(lambda x: v.assign(x * 2).value() * x)(1.0)
 
     step = zs.function(lambda: two.run(fn)) if inside else lambda: two.run(fn)
@@ -196,24 +156,15 @@ def test_variables_are_created_once_for_all(two):
         made.append(v)
         zs.get_replica_context().merge_call(lambda strategy: None)
         w = zs.Variable(2.0, name="w")
-        return v + w + replica_id()
+        return v + w + number()
 
     assert [float(x) for x in two.run(fn).values] == [3.0, 4.0]
     assert made[0] is made[1]
     assert two.extended.variable_created_in_scope(made[0])
     with pytest.raises(RuntimeError, match="mismatching name"):
-        two.run(lambda: zs.Variable(1.0, name=f"v{int(replica_id())}"))
+        two.run(lambda: zs.Variable(1.0, name=f"v{int(number())}"))
     with pytest.raises(RuntimeError, match="replica 0 has not created"):
-        two.run(lambda: zs.Variable(1.0) if int(replica_id()) else None)
-
-
-def test_nothing_waits_under_a_transformation(two):
-    def fn(x):
-        int(replica_id())
-        return jax.grad(lambda x: zs.get_replica_context().all_reduce("sum", x))(x)
-
-    with pytest.raises(RuntimeError, match=r"all_reduce.*SUM"):
-        two.run(fn, (1.0,))
+        two.run(lambda: zs.Variable(1.0) if int(number()) else None)
 
 
 def test_eager_functions_run_each_time(two):
@@ -234,6 +185,25 @@ def test_eager_functions_run_each_time(two):
 
     @zs.function(eager=True)
     def step(x):
-        return two.reduce("sum", two.run(lambda x: x * replica_id(), (x,)), None)
+        return two.reduce("sum", two.run(lambda x: x * number(), (x,)), None)
 
     assert step(np.float32(2.0)) == 2.0
+
+
+def test_what_is_compiled_for_some_replicas_is_not_for_others(two):
+    """The count of replicas is the strategy's."""
+    one, three = (
+        zs.MirroredStrategy([f"CPU:{n}" for n in range(count)]) for count in (1, 3)
+    )
+
+    @jax.jit
+    def count(x):
+        return x * zs.get_replica_context().num_replicas_in_sync
+
+    def replica():
+        zs.get_replica_context().merge_call(lambda strategy: None)
+        return count(jnp.ones(1))
+
+    for strategy, replicas in ((two, 2), (three, 3), (one, 1)):
+        found = strategy.experimental_local_results(strategy.run(replica))
+        assert [x.tolist() for x in found] == [[replicas]] * replicas

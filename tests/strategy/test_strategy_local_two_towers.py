@@ -148,19 +148,6 @@ def test_towers_know_themselves(distribution):
         assert distribution.call_for_each_tower(fn, run_concurrently=False) == "merged"
 
 
-def test_different_numbers_of_merge_calls_are_refused(distribution):
-    def fn():
-        tower = distribute.get_tower_context()
-        if tower.tower_id == 1:
-            tower.merge_call(lambda d: None)
-
-    with (
-        distribution.scope(),
-        pytest.raises(RuntimeError, match=r"merge_call\(\).*merge_call"),
-    ):
-        distribution.call_for_each_tower(fn)
-
-
 @pytest.mark.shows("reduce", "reduce(destinations=)", "batch_reduce")
 @pytest.mark.shows("tf.VariableAggregation.SUM", "tf.VariableAggregation.MEAN")
 @pytest.mark.shows("tf.VariableAggregation.ONLY_FIRST_TOWER")

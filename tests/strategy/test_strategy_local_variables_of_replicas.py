@@ -6,18 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from in_replicas import copies
+from in_replicas import number as replica_id
+from lockstep import A, S
 
 import zstrat as zs
 from zstrat.strategy import Mirrored, PerReplica
 
 # One strategy is given functions that each test makes again.
 pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
-
-A = zs.VariableAggregation
-
-
-S = zs.VariableSynchronization
-
 
 WAYS = ["by itself", "in turns in a step"]
 
@@ -48,7 +45,7 @@ def variable(strategy, value, aggregation, synchronization=S.AUTO, **more):
 
 
 def number():
-    return (zs.get_replica_context().replica_id_in_sync_group + 1) * jnp.float32(1)
+    return (replica_id() + 1) * jnp.float32(1)
 
 
 def values_of(result):
@@ -64,6 +61,7 @@ def test_without_aggregation_copies_go_their_own_ways(two, run):
 
     assert values_of(run(fn)) == expected
     assert v.numpy() == expected[0], "from outside the first copy"
+    assert isinstance(v.numpy(), np.ndarray)
     assert zs.function(lambda: v.value() * 1)() == expected[0]
     assert values_of(run(lambda: v.value())) == expected
     v.assign_add(1.0)
@@ -174,6 +172,11 @@ def test_a_checkpoint_has_the_merged_value(two, tmp_path, aggregation, merged):
     plain = zs.Variable(0.0)
     zs.Checkpoint(v=plain).restore(path)
     assert plain.numpy() == merged
+    # Copies that differ are equal again.
+    apart = variable(two, 0.0, A.NONE)
+    two.run(lambda: apart.assign(number()))
+    zs.Checkpoint(v=apart).restore(path)
+    assert copies(two, apart) == [merged] * 2
     plain.assign(8.0)
     path = zs.Checkpoint(v=plain).save(str(tmp_path / "plain"))
     zs.Checkpoint(v=v).restore(path)
@@ -182,15 +185,6 @@ def test_a_checkpoint_has_the_merged_value(two, tmp_path, aggregation, merged):
         values_of(two.run(lambda: v.value()))
         == [4.0 if aggregation is A.SUM else 8.0] * 2
     )
-
-
-def test_a_checkpoint_makes_copies_equal_again(two, tmp_path):
-    v = variable(two, 0.0, A.NONE)
-    two.run(lambda: v.assign(number()))
-    path = zs.Checkpoint(v=v).save(str(tmp_path / "copies"))
-    two.run(lambda: v.assign(number() * 10))
-    zs.Checkpoint(v=v).restore(path)
-    assert values_of(two.run(lambda: v.value())) == [1, 1]
 
 
 def test_each_copy_is_on_its_device(two):
@@ -216,51 +210,15 @@ def test_copies_of_another_strategy_are_refused(two):
         three.run(lambda: v.value())
 
 
-def test_the_copies_of_a_variable_are_variables(two):
-    v = variable(two, [1.0, 2.0], A.NONE, name="v")
-    first, second = two.experimental_local_results(v)
-    assert (first.name, second.name) == ("v", "v/replica_1")
-    assert two.extended.value_container(second) is v
-    assert two.extended.value_container(v) is v
-    second.assign_add([1.0, 1.0])
-    assert (first.numpy().tolist(), second.numpy().tolist()) == ([1, 2], [2, 3])
-    assert v.numpy().tolist() == [1, 2]
-    assert [x.tolist() for x in two.run(lambda: v.value()).values] == [[1, 2], [2, 3]]
-    rows = zs.IndexedSlices(np.ones(1, np.float32), [1])
-    assert second.scatter_sub(rows).numpy().tolist() == [2, 2]
-    assert zs.function(lambda: second.assign([5.0, 6.0]).value())().tolist() == [5, 6]
-    assert second.numpy().tolist() == [5, 6]
-    plain = zs.Variable(1.0)
-    assert two.experimental_local_results(plain) == (plain,)
-
-
 @pytest.fixture(scope="module")
 def three():
     return zs.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"])
 
 
-def replica_id():
-    return zs.get_replica_context().replica_id_in_sync_group
-
-
-def local(strategy, result):
-    return [np.asarray(x).tolist() for x in strategy.experimental_local_results(result)]
-
-
-def own(values):
-    return jnp.asarray(values)[replica_id()]
-
-
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("count", [0, 5, 100, -7])
 def test_no_count_is_lost_when_it_is_assigned(three, inside, count):
-    with three.scope():
-        v = zs.Variable(
-            [0, 0],
-            dtype="int32",
-            synchronization=S.ON_READ,
-            aggregation=A.SUM,
-        )
+    v = variable(three, [0, 0], A.SUM, S.ON_READ, dtype="int32")
 
     def assign():
         v.assign(np.array([count, 3], np.int32))
@@ -269,20 +227,14 @@ def test_no_count_is_lost_when_it_is_assigned(three, inside, count):
     assert v.numpy().tolist() == [count, 3]
     each, rest = divmod(count, 3)
     expected = [[each + (n < rest), 1] for n in range(3)]
-    assert local(three, three.run(lambda: v.value())) == expected
+    assert copies(three, v) == expected
     three.run(lambda: v.assign_add(jnp.ones(2, jnp.int32)).value())
     assert v.numpy().tolist() == [count + 3, 6]
 
 
 def test_no_count_is_lost_when_it_is_restored(three, two, tmp_path):
     def counter(strategy):
-        with strategy.scope():
-            return zs.Variable(
-                0,
-                dtype="int32",
-                synchronization=S.ON_READ,
-                aggregation=A.SUM,
-            )
+        return variable(strategy, 0, A.SUM, S.ON_READ, dtype="int32")
 
     seen = counter(three)
     three.run(lambda: seen.assign_add(7).value())
@@ -292,38 +244,6 @@ def test_no_count_is_lost_when_it_is_restored(three, two, tmp_path):
         found = counter(strategy)
         zs.Checkpoint(seen=found).restore(path)
         assert found.numpy() == 22
-
-
-@pytest.mark.parametrize("synchronization", [S.ON_READ, S.ON_WRITE])
-def test_a_scalar_variable_is_read_as_an_array(two, synchronization):
-    with two.scope():
-        v = zs.Variable(1.0, aggregation=A.MEAN, synchronization=synchronization)
-        apart = zs.Variable(1.0, aggregation=A.NONE)
-    two.run(lambda: apart.assign_add(jnp.float32(1)).value())
-    for each in (v, apart):
-        assert isinstance(each.numpy(), np.ndarray)
-        assert each.numpy().shape == ()
-
-
-def test_all_gather_of_shapes_that_do_not_fit(two):
-    value = PerReplica((np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)))
-
-    def gathered(axis):
-        return lambda x: zs.get_replica_context().all_gather(x, axis)
-
-    for axis in (0, -2):
-        found = local(two, two.run(gathered(axis), (value,)))
-        assert found == [[[1.0] * 3] * 3] * 2
-    for axis in (1, -1):
-        with pytest.raises(ValueError, match=r"all_gather.*\b1\b"):
-            two.run(gathered(axis), (value,))
-    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
-        two.run(gathered(2), (value,))
-
-
-def test_cross_device_ops_are_some(two):
-    with pytest.raises(TypeError, match=r"CrossDeviceOps.*'nccl'"):
-        zs.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops="nccl")
 
 
 @pytest.mark.parametrize("values", [(1.0,), (1, 2, 3, 4), ("a",) * 3, ([], [1], [2])])
@@ -352,38 +272,6 @@ def test_one_value_for_each_replica(two, values):
     if not isinstance(values[0], str):
         with pytest.raises(ValueError, match=words):
             zs.function(lambda x: two.run(fn, (x,)))(value)
-
-
-def test_random_keys_of_replicas(two):
-    keys = jax.random.split(jax.random.key(7), 2)
-
-    def draw(key):
-        return jax.random.normal(key, (3,))
-
-    def draw_of_several(several):
-        return draw(several[1])
-
-    expected = [draw(key).tolist() for key in keys]
-    assert local(two, two.run(draw, (PerReplica(tuple(keys)),))) == expected
-    per_worker = two.experimental_distribute_values_from_function(
-        lambda context: keys[context.replica_id_in_sync_group]
-    )
-    assert local(two, two.run(draw, (per_worker,))) == expected
-    both = PerReplica((keys, keys[::-1]))
-    assert local(two, two.run(draw_of_several, (both,))) == expected[::-1]
-
-
-# What two replicas have, and the mean without what is behind the point.
-VALUES = np.array(
-    [
-        [16777217, 2**31 - 1, -(2**31), -3, 7, 16777217, -16777219],
-        [16777217, 2**31 - 1, -(2**31), -4, 8, 16777220, -16777218],
-    ],
-    np.int32,
-)
-
-
-MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
 
 
 START = np.array([1.0, 2.0], np.float32)
@@ -420,3 +308,21 @@ def test_a_variable_of_this_process():
 
     with pytest.raises(RuntimeError, match="'own'"):
         step()
+
+
+@pytest.mark.shows("Variable.distribute_strategy", "Variable.get_shape")
+@pytest.mark.shows("MirroredVariable.values")
+def test_a_variable_knows_its_strategy_and_its_copies(two):
+    with two.scope():
+        v = zs.Variable([1.0, 2.0])
+        counts = zs.Variable(0.0, synchronization=zs.VariableSynchronization.ON_READ)
+    for variable in (v, counts):
+        assert variable.distribute_strategy is two
+        assert [copy.device[-5:] for copy in variable.values] == ["CPU:0", "CPU:1"]
+    assert v.get_shape() == v.shape == (2,)
+    assert zs.Variable(1.0).distribute_strategy is None
+    zs.experimental_set_strategy(zs.OneDeviceStrategy("CPU:1"))
+    try:
+        assert zs.Variable(1.0).distribute_strategy is zs.get_strategy()
+    finally:
+        zs.experimental_set_strategy(None)

@@ -201,12 +201,18 @@ def test_any_function(name, dtype, in_step, in_turns, steps):
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize(("dtype", "local"), [("float32", 2), ("int32", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "local", "in_step"), [("float32", 2, False), ("int32", 1, True)]
+)
 @settings(max_examples=3)
 @given(steps=st.lists(STEPS, min_size=1, max_size=6))
-def test_any_function_of_two_processes(dtype, local, in_turns, steps):
+def test_any_function_of_two_processes(dtype, local, in_step, in_turns, steps):
     steps = usable(steps, dtype, in_turns)
-    ranks(2, lambda strategy, _: check(steps, strategy, dtype, True, in_turns), local)
+
+    def program(strategy, rank):
+        check(steps, strategy, dtype, in_step, in_turns)
+
+    ranks(2, program, local)
 
 
 @pytest.mark.thorough

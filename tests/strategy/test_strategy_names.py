@@ -40,22 +40,6 @@ def test_a_dense_layer_in_two_parts(make_cluster):
     np.testing.assert_array_equal(dense(2.0), 2.0 * whole)
 
 
-@pytest.mark.shows("ShardedVariable.variables")
-def test_thirteen_ids_on_five_parts(make_cluster):
-    strategy = make_cluster(
-        ps=5, variable_partitioner=FixedShardsPartitioner(5)
-    ).strategy
-    with strategy.scope():
-        ids = zs.Variable(np.arange(13, dtype=np.int32))
-    assert [part.numpy().tolist() for part in ids.variables] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-        [9, 10],
-        [11, 12],
-    ]
-
-
 @pytest.mark.shows("tf.distribute.experimental.partitioners.MinSizePartitioner")
 def test_at_least_256k_in_a_part_and_a_part_on_a_ps_at_most(make_cluster):
     num_ps = 3

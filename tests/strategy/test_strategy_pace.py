@@ -160,18 +160,6 @@ def test_files_without_rows_repeated_are_no_silent_end(tmp_path):
     assert ranks(2, program) == [[0], None]
 
 
-def test_files_all_without_rows_repeated_end_for_all(tmp_path):
-    for number in range(2):
-        np.save(tmp_path / f"{number}.npy", np.arange(0))
-    paths = [tmp_path / "0.npy", tmp_path / "1.npy"]
-    dataset = Dataset.from_npy(paths).repeat().batch(2)
-    found = ranks(
-        2,
-        lambda strategy, rank: list(strategy.experimental_distribute_dataset(dataset)),
-    )
-    assert found == [[], []]
-
-
 def test_what_was_to_be_repeated_and_cannot_be_says_so():
     def program(strategy, rank):
         once = iter([np.zeros(1), np.ones(1)])

@@ -1,5 +1,6 @@
 """ParameterServerStrategy: construction, placement, creation, what travels."""
 
+import asyncio
 import copy
 import logging
 import pickle
@@ -34,16 +35,8 @@ from zstrat.strategy import (
 FULL = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
 
 
-def construct(spec, task_type=None, task_id=None, connected=None):
-    def connect(spec, settings):
-        assert connected is not None, "connected although the cluster is wrong"
-        connected.append((spec, settings))
-        return None
-
-    resolver = SimpleClusterResolver(
-        ClusterSpec(spec), task_type=task_type, task_id=task_id
-    )
-    return ParameterServerStrategy(resolver, connect=connect)
+def refuse_to_connect(spec, settings):
+    raise AssertionError("connected although an argument is wrong")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +47,7 @@ def construct(spec, task_type=None, task_id=None, connected=None):
         (FULL, ("boss", 0), "task_type"),
         ({"ps": ["p:1"], "worker": ["w:1"]}, ("chief", 0), "cluster_spec"),
         ({**FULL, "chief": ["c:1", "c:2"]}, (None, None), "'chief'"),
-        (
-            {**FULL, "evaluator": ["e:1", "e:2"]},
-            (None, None),
-            "'evaluator'",
-        ),
+        ({**FULL, "evaluator": ["e:1", "e:2"]}, (None, None), "'evaluator'"),
         (FULL, ("chief", 1), "`task_id`"),
         ({"worker": ["w:1"]}, (None, None), "There must be at least one ps"),
         ({"chief": ["c:1"]}, ("chief", 0), "There must be at least one ps"),
@@ -66,11 +55,43 @@ def construct(spec, task_type=None, task_id=None, connected=None):
         ({**FULL, "worker": []}, (None, None), "There must be at least one worker"),
         (FULL, ("worker", 1), "ParameterServerStrategy"),
         (FULL, ("ps", 0), "ParameterServerStrategy"),
+        # Of several mistakes the one that TF finds first.
+        (
+            {"worker": ["w:1"], "other": ["o:1"]},
+            ("boss", 0),
+            r"'worker'.*\['w:1'\].*'other'",
+        ),
+        ({"worker": ["w:1"]}, ("worker", 5), "`task_id`"),
     ],
 )
 def test_a_wrong_cluster_is_refused_before_connecting(spec, task, words):
+    job, index = task
+    resolver = SimpleClusterResolver(ClusterSpec(spec), task_type=job, task_id=index)
     with pytest.raises(ValueError, match=words):
-        construct(spec, *task)
+        ParameterServerStrategy(resolver, connect=refuse_to_connect)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        *[({"prefetch": bad}, "prefetch=") for bad in (-1, 0.5, "1", "auto", [1])],
+        *[({"resume": bad}, "resume=") for bad in ("", "n" * 201, 7, True)],
+        ({"on_ps_loss": "ignore"}, "on_ps_loss"),
+        ({"on_ps_loss": "raise", "ps_wait_timeout": 5}, r"\b5\b"),
+        *[
+            (
+                {"on_ps_loss": "restore", "ps_wait_timeout": bad},
+                f"ps_wait_timeout={bad!r}",
+            )
+            for bad in (0, "5", float("inf"))
+        ],
+        ({"placement": "size"}, r"'size'.*'round_robin', 'bytes'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_connecting(options, words):
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+    with pytest.raises(ValueError, match=words):
+        ParameterServerStrategy(resolver, connect=refuse_to_connect, **options)
 
 
 class ClusterOfAStranger:
@@ -84,7 +105,7 @@ class ClusterOfAStranger:
         (ClusterOfAStranger(), "ClusterOfAStranger"),
     ],
 )
-def test_what_is_no_resolver_is_refused(given, words):
+def test_what_is_no_resolver_or_settings_is_refused(make_cluster, given, words):
     for make in (
         ParameterServerStrategy,
         zs.BetweenGraphStrategy,
@@ -92,29 +113,8 @@ def test_what_is_no_resolver_is_refused(given, words):
     ):
         with pytest.raises(TypeError, match=words):
             make(given)
-
-
-def test_mistakes_are_found_in_tf_order():
-    several = {"worker": ["w:1"], "other": ["o:1"]}
-    with pytest.raises(ValueError, match=r"'worker'.*\['w:1'\].*'other'"):
-        construct(several, "boss", 0)
-    with pytest.raises(ValueError, match="`task_id`"):
-        construct({"worker": ["w:1"]}, "worker", 5)
-
-
-def test_settings_and_the_spec_reach_the_session(make_cluster):
-    seen = []
-    fake = make_cluster()
-    settings = Settings(insecure=True)
-    strategy = ParameterServerStrategy(
-        fake.resolver,
-        settings=settings,
-        connect=lambda *given: seen.append(given) or fake.session,
-    )
-    assert seen == [(fake.resolver.cluster_spec(), settings)]
-    assert strategy.session is fake.session
-    strategy.close()
-    assert fake.session.is_closed
+    with pytest.raises(TypeError, match=r"settings=\{\}.*Settings"):
+        make_cluster(settings={})
 
 
 @pytest.mark.parametrize(
@@ -127,22 +127,31 @@ def test_settings_and_the_spec_reach_the_session(make_cluster):
         (1, "0", 1),
         (3, "0", 3),
         (True, "0", 1),
+        (0, Settings(insecure=True, prefetch=1), 0),
+        (None, Settings(insecure=True), 0),
     ],
 )
-def test_prefetch_reaches_the_session(
+def test_settings_and_the_spec_reach_the_session(
     make_cluster, monkeypatch, said, environment, expected
 ):
     monkeypatch.delenv("ZSTRAT_PREFETCH", raising=False)
-    if environment is not None:
+    given = environment if isinstance(environment, Settings) else None
+    if isinstance(environment, str):
         monkeypatch.setenv("ZSTRAT_PREFETCH", environment)
     fake, seen = make_cluster(), []
-
-    def connect(spec, settings):
-        seen.append(settings)
-        return fake.session
-
-    ParameterServerStrategy(fake.resolver, prefetch=said, connect=connect)
-    assert [repr(settings.prefetch) for settings in seen] == [repr(expected)]
+    strategy = ParameterServerStrategy(
+        fake.resolver,
+        prefetch=said,
+        settings=given,
+        connect=lambda *each: seen.append(each) or fake.session,
+    )
+    ((spec, settings),) = seen
+    assert spec == fake.resolver.cluster_spec()
+    assert repr(settings.prefetch) == repr(expected)
+    assert settings.insecure == (given is not None)
+    assert strategy.session is fake.session
+    strategy.close()
+    assert fake.session.is_closed
 
 
 @pytest.mark.parametrize(
@@ -157,46 +166,6 @@ def test_a_prefetch_that_makes_gradients_old_is_warned_about(
     assert [f" {age} updates old" in text for text in caplog.messages] == (
         [] if age is None else [True]
     )
-
-
-def test_prefetch_keeps_the_other_settings(make_cluster):
-    fake, seen = make_cluster(), []
-    ParameterServerStrategy(
-        fake.resolver,
-        prefetch=0,
-        settings=Settings(insecure=True, prefetch=1),
-        connect=lambda spec, settings: seen.append(settings) or fake.session,
-    )
-    assert seen == [Settings(insecure=True, prefetch=0)]
-
-
-@pytest.mark.parametrize("bad", [-1, 0.5, "1", "auto", [1]])
-def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
-    resolver = SimpleClusterResolver(ClusterSpec(FULL))
-    with pytest.raises(ValueError, match="prefetch="):
-        ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
-
-
-@pytest.mark.parametrize(
-    ("loss", "wait", "words"),
-    [("ignore", None, "on_ps_loss"), ("restore", 0, r"\b0\b"), ("raise", 5, r"\b5\b")],
-)
-def test_what_follows_a_lost_ps_is_checked_before_connecting(loss, wait, words):
-    options = {"on_ps_loss": loss, "ps_wait_timeout": wait}
-    resolver = SimpleClusterResolver(ClusterSpec(FULL))
-    with pytest.raises(ValueError, match=words):
-        ParameterServerStrategy(resolver, connect=refuse_to_connect, **options)
-
-
-@pytest.mark.parametrize("bad", ["", "n" * 201, 7, True])
-def test_what_a_session_is_called_is_checked_before_connecting(bad):
-    resolver = SimpleClusterResolver(ClusterSpec(FULL))
-    with pytest.raises(ValueError, match="resume="):
-        ParameterServerStrategy(resolver, resume=bad, connect=refuse_to_connect)
-
-
-def refuse_to_connect(spec, settings):
-    raise AssertionError("connected although an argument is wrong")
 
 
 @pytest.mark.shows("ParameterServerStrategy.extended")
@@ -301,15 +270,6 @@ def test_reads_and_updates_outside_of_steps_go_to_the_ps(cluster):
     assert cluster.session.requests == before
 
 
-async def test_the_awaitable_twins_go_to_the_ps(cluster):
-    with cluster.strategy.scope():
-        x = zv.Variable([1.0, 2.0])
-        optimizer = zv.Optimizer(optax.sgd(1.0))
-    await x.assign_add_async([1.0, 1.0])
-    await optimizer.apply_gradients_async([(np.float32([1, 0]), x)])
-    np.testing.assert_array_equal(await x.read_value_async(), [1.0, 3.0])
-
-
 def test_optimizers_of_the_scope_run_on_the_ps(cluster):
     with cluster.strategy.scope():
         x = zv.Variable([1.0, 2.0])
@@ -318,33 +278,17 @@ def test_optimizers_of_the_scope_run_on_the_ps(cluster):
     assert second.id == first.id + 1
     first.apply_gradients([jnp.ones(2)], [x])
     np.testing.assert_array_equal(x.numpy(), [0.5, 1.5])
+    asyncio.run(first.apply_gradients_async([(np.float32([1, 0]), x)]))
+    np.testing.assert_array_equal(x.numpy(), [0.0, 1.5])
+    cluster.session.refuse = "looks at all variables at once"
+    with (
+        cluster.strategy.scope(),
+        pytest.raises(InvalidArgumentError, match="clip: looks at all variables"),
+    ):
+        zv.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
     outside = zv.Optimizer(optax.sgd(0.5))
     with pytest.raises(ValueError, match=r"'Variable'.*'Optimizer'.*strategy\.scope"):
         outside.apply_gradients([jnp.ones(2)], [x])
-
-
-def test_a_refused_optimizer_says_why_when_it_is_made(cluster):
-    cluster.session.refuse = "looks at all variables at once"
-    with cluster.strategy.scope():
-        with pytest.raises(InvalidArgumentError, match="clip: looks at all variables"):
-            zv.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
-
-
-def test_a_partitioner_that_keeps_variables_whole_is_fine(make_cluster):
-    calls = []
-
-    def partitioner(shape, dtype):
-        calls.append((shape, dtype))
-        return [1] * len(shape)
-
-    fake = make_cluster(variable_partitioner=partitioner)
-    assert fake.strategy.variable_partitioner is partitioner
-    with fake.strategy.scope():
-        zv.Variable(1.0)
-        table = zv.Variable(np.zeros((4, 2), np.float32))
-        with fake.strategy.extended.colocate_vars_with(table):
-            zv.Variable(np.zeros((4, 2), np.float32))
-    assert calls == [((4, 2), np.float32)]
 
 
 @pytest.mark.parametrize("parts", [None, [], [0, 1], [1], [1, 2], "1", 3, [2, 1, 1]])

@@ -1,6 +1,5 @@
 """What strategies refuse about variables, values and options, in their own words."""
 
-import types
 from dataclasses import replace
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import Mesh
 import zstrat as zs
 from zstrat.errors import InvalidArgumentError
 from zstrat.program.stages import PROCESS
-from zstrat.strategy.mirrored import MirroredVariables, _xla_job
+from zstrat.strategy.mirrored import MirroredVariables
 from zstrat.strategy.mirrored._takeover import taken_over
 from zstrat.strategy.replica import AXIS, Team
 from zstrat.variables import VariableRequest
@@ -114,23 +113,6 @@ def test_who_comes_late_has_to_have_what_the_others_have(mine, words):
     created = {number: variable(*each) for number, each in mine.items()}
     with pytest.raises(InvalidArgumentError, match=f"takes over .*{words}"):
         taken_over(Line(1, said), -1, created, [])
-
-
-def test_a_job_of_jax_is_the_strategys_own():
-    """This process is alone in jax's eyes."""
-    with pytest.raises(RuntimeError, match=r"\b0\b.*\b1\b.*rank 1"):
-        _xla_job._mesh(Line(1, []))
-
-
-def test_all_processes_of_a_job_have_as_many_devices(monkeypatch):
-    devices = [
-        types.SimpleNamespace(id=number, process_index=process)
-        for number, process in enumerate([0, 0, 1])
-    ]
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    with pytest.raises(RuntimeError, match=r"\[2, 1\]"):
-        _xla_job._mesh(Line(0, []))
 
 
 @pytest.mark.parametrize("seconds", [0, -1.5])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import zstrat.variables as zv
 from zstrat.program.trace import joined
-from zstrat.strategy import Mirrored, PerReplica, regroup
+from zstrat.strategy import DistributedValues, Mirrored, PerReplica, regroup
 from zstrat.strategy.replica import local_results, select_replica
 
 Point = collections.namedtuple("Point", ["x", "y"])
@@ -62,6 +62,8 @@ def test_the_same_object_stays_what_it_is():
     assert regroup([{"a": marker}] * 2) == {"a": marker}
 
 
+@pytest.mark.shows("tf.distribute.DistributedValues")
+@pytest.mark.shows("unwrapping and merging")
 def test_containers_are_merged_member_by_member():
     merged = regroup(
         [(1, [2], {"k": Point(3, "same")}), (4, [5], {"k": Point(6, "same")})]
@@ -78,6 +80,8 @@ def test_containers_are_merged_member_by_member():
     assert (ordered["a"].values, ordered["b"].values) == ((1, 3), (2, 4))
     mirrored = regroup([1.0, 2.0], Mirrored)
     assert isinstance(mirrored, Mirrored)
+    for merged in (first, mirrored):
+        assert isinstance(merged, DistributedValues)
 
 
 @pytest.mark.parametrize(

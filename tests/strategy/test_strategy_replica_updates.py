@@ -8,42 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from replicated_steps import R, run
+from replicated_steps import run
 
 import zstrat.variables as zv
 from zstrat.program import (
     function,
 )
 from zstrat.strategy import get_replica_context
-
-AGGREGATIONS = [
-    (zv.VariableAggregation.SUM, 0 + 1 + 2 + 3),
-    (zv.VariableAggregation.MEAN, 1.5),
-    (zv.VariableAggregation.ONLY_FIRST_REPLICA, 0),
-]
-
-
-@pytest.mark.shows("tf.Variable(aggregation=)")
-@pytest.mark.parametrize(("aggregation", "expected"), AGGREGATIONS)
-def test_updates_follow_the_aggregation_and_happen_once(four, aggregation, expected):
-    strategy = four.strategy
-    with strategy.scope():
-        a, b, c = (zv.Variable(10.0, aggregation=aggregation) for _ in range(3))
-
-    def step():
-        def replica_fn():
-            number = get_replica_context().replica_id_in_sync_group * 1.0
-            a.assign(number)
-            b.assign_add(number)
-            c.assign_sub(number)
-            return b.value() + a.value()
-
-        return strategy.run(replica_fn)
-
-    seen = run(four, step)
-    values = [float(v.numpy()) for v in (a, b, c)]
-    assert values == [expected, 10 + expected, 10 - expected]
-    assert {float(v) for v in seen.values} == {10 + 2 * expected}
 
 
 def test_only_the_first_replica_counts_even_if_others_are_not_numbers(four):
@@ -77,32 +48,6 @@ def test_an_update_without_aggregation_is_refused(four):
 
     with pytest.raises(ValueError, match="'x'"):
         step.plan()
-
-
-@pytest.mark.parametrize("name", ["scatter_add", "scatter_sub", "scatter_mul"])
-@pytest.mark.parametrize(
-    "aggregation",
-    [zv.VariableAggregation.SUM, zv.VariableAggregation.ONLY_FIRST_REPLICA],
-)
-def test_rows_of_all_replicas_are_joined(four, name, aggregation):
-    strategy = four.strategy
-    with strategy.scope():
-        table = zv.Variable(np.ones((3, 2), np.float32), aggregation=aggregation)
-
-    def step():
-        def replica_fn():
-            number = get_replica_context().replica_id_in_sync_group
-            rows = jnp.full((1, 2), 2.0) + number
-            getattr(table, name)(zv.IndexedSlices(rows, number[None] % 2))
-
-        strategy.run(replica_fn)
-
-    run(four, step)
-    expected = zv.Variable(np.ones((3, 2), np.float32))
-    count = R if aggregation is zv.VariableAggregation.SUM else 1
-    for i in range(count):
-        getattr(expected, name)(zv.IndexedSlices(np.full((1, 2), 2.0 + i), [i % 2]))
-    np.testing.assert_allclose(table.numpy(), expected.numpy())
 
 
 @pytest.mark.parametrize("name", ["scatter_min", "scatter_max", "scatter_update"])

@@ -46,6 +46,7 @@ def places(*variables):
     return [part.spec.ps for variable in variables for part in variable.components]
 
 
+@pytest.mark.shows("ShardedVariable.variables")
 def test_parts_have_the_names_and_sizes_of_the_reference(make_cluster):
     strategy = make_cluster(ps=3, variable_partitioner=in_parts(4)).strategy
     with strategy.scope():
@@ -95,6 +96,7 @@ def test_what_stays_whole(make_cluster):
         with strategy.extended.colocate_vars_with(scalar):
             beside = zv.Variable(np.zeros(9, np.float32), name="beside")
         after = zv.Variable(2.0)
+    assert strategy.variable_partitioner is partitioner
     assert [type(v) for v in (scalar, empty, beside)] == [zv.Variable] * 3
     assert calls == [(0, 3), (1, 3)]
     # TF joins even a single part, if several were asked for.
@@ -138,22 +140,6 @@ def test_placement_by_bytes(make_cluster):
         assert places(small, large, *more) == [0, 1, 0, 0, 0]
         strategy.delete_variables(large)
         assert places(zv.Variable(0.0)) == [1], "what was deleted makes room"
-
-
-def test_an_unknown_placement_is_refused(make_cluster):
-    with pytest.raises(ValueError, match=r"'size'.*'round_robin', 'bytes'"):
-        make_cluster(placement="size")
-
-
-@pytest.mark.parametrize("timeout", ["5", 0, float("inf")])
-def test_a_wait_for_servers_that_is_no_time_is_refused(make_cluster, timeout):
-    with pytest.raises(ValueError, match=f"ps_wait_timeout={timeout!r}"):
-        make_cluster(on_ps_loss="restore", ps_wait_timeout=timeout)
-
-
-def test_settings_of_another_kind_are_refused(make_cluster):
-    with pytest.raises(TypeError, match=r"settings=\{\}.*Settings"):
-        make_cluster(settings={})
 
 
 def test_a_hundred_gigabytes_are_never_here(make_cluster):

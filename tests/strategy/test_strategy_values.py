@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 import zstrat.variables as zv
 from zstrat.collectives import ReduceOp
-from zstrat.strategy import PerReplica, get_strategy
+from zstrat.strategy import PerReplica, ValueContext, get_strategy
 
 ARRAYS = hnp.arrays(
     np.float64,
@@ -47,11 +47,14 @@ def test_reduce_and_gather_are_numpys_on_all_the_rows(three, data):
     np.testing.assert_allclose(mean, whole.mean(axis), rtol=1e-12)
 
 
+@pytest.mark.shows("tf.distribute.ReduceOp.SUM")
+@pytest.mark.shows("tf.distribute.ReduceOp.MEAN")
 @pytest.mark.shows("reduce(reduce_op=)", "ReduceOp")
 @pytest.mark.parametrize("op", ["sum", "Sum", "SUM", ReduceOp.SUM])
 def test_the_operation_is_an_enum_or_a_name_in_any_case(three, op):
-    value = PerReplica((1.0, 2.0, 4.0))
-    assert three.reduce(op, value, axis=None) == 7.0
+    value = PerReplica((1.0, 2.0, 6.0))
+    assert three.reduce(op, value, axis=None) == 9.0
+    assert three.reduce(ReduceOp.MEAN, value, axis=None) == 3.0
 
 
 @pytest.mark.shows("ParameterServerStrategy.reduce", "reduce(axis=)")
@@ -175,6 +178,9 @@ def test_local_results(three):
     assert three.experimental_local_results({"a": 1}) == ({"a": 1},)
 
 
+@pytest.mark.shows("tf.distribute.ValueContext")
+@pytest.mark.shows("ValueContext.num_replicas_in_sync")
+@pytest.mark.shows("ValueContext.replica_id_in_sync_group")
 @pytest.mark.shows(
     "ParameterServerStrategy.experimental_distribute_values_from_function"
 )
@@ -188,6 +194,8 @@ def test_values_from_a_function_are_always_wrapped(three, one):
         lambda context: context.num_replicas_in_sync
     )
     assert three.experimental_local_results(same) == (3, 3, 3)
+    kinds = three.experimental_distribute_values_from_function(type)
+    assert kinds.values == (ValueContext,) * 3
     single = one.experimental_distribute_values_from_function(lambda context: 1)
     assert isinstance(single, PerReplica)
 

@@ -15,7 +15,6 @@ DESTINATIONS = {
     "of numpy": lambda: PARTS,
     "numbers": lambda: [0, 1, 2],
 }
-OPS = [zs.ReductionToOneDevice(), zs.NcclAllReduce(), zs.HierarchicalCopyAllReduce()]
 
 
 @pytest.fixture(params=DESTINATIONS)
@@ -29,25 +28,6 @@ def require_one_each(found, expected):
     assert len(entries) == R
     for entry in entries:
         np.testing.assert_array_equal(entry, expected)
-
-
-@pytest.mark.parametrize("ops", OPS, ids=lambda ops: type(ops).__name__)
-def test_what_reduces(ops, wanted):
-    value = zs.PerReplica([jnp.asarray(x) for x in PARTS])
-    require_one_each(ops.reduce("SUM", value, wanted), [3, 3])
-    for found in ops.batch_reduce("SUM", [(value, wanted)] * 2):
-        require_one_each(found, [3, 3])
-    slices = zs.PerReplica(
-        [zs.IndexedSlices(x[None], np.array([n])) for n, x in enumerate(PARTS)]
-    )
-    found = ops.reduce("SUM", slices, wanted)
-    assert [entry.indices.tolist() for entry in found.values] == [[0, 1, 2]] * R
-
-
-@pytest.mark.parametrize("ops", OPS, ids=lambda ops: type(ops).__name__)
-@pytest.mark.parametrize("tensor", [PARTS[1], jnp.asarray(PARTS[1])], ids=["np", "jax"])
-def test_what_is_broadcast(ops, tensor, wanted):
-    require_one_each(ops.broadcast(tensor, wanted), PARTS[1])
 
 
 def test_the_methods_of_a_strategy(wanted):

@@ -1,5 +1,9 @@
-"""Where the processes of a job of XLA meet, as rank 0 tells the others."""
+"""A job of XLA: where its processes meet, as rank 0 tells the others, and what jax
+knows of them."""
 
+import types
+
+import jax
 import numpy as np
 import pytest
 
@@ -7,10 +11,16 @@ from zstrat.strategy.mirrored import _xla_job
 
 
 class Line:
-    """What one rank hears of a broadcast; ranks call one after the other."""
+    """What a rank hears of a broadcast; ranks call one after the other."""
+
+    size = 2
 
     def __init__(self, rank, said):
-        self.rank, self.size, self._said = rank, 2, said
+        self.rank, self._said = rank, said
+
+    def all_reduce(self, tree, op):
+        assert op == "max"
+        return self.broadcast(tree, 0)
 
     def broadcast(self, tree, root):
         if self.rank == root:
@@ -55,3 +65,20 @@ def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
         _xla_job._broadcast_address(ranks[0], "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank 0.*\b10\.0\.0\.1\b"):
         _xla_job._broadcast_address(ranks[1], "10.0.0.1")
+
+
+def test_a_job_of_jax_is_the_strategys_own():
+    """This process is alone in jax's eyes."""
+    with pytest.raises(RuntimeError, match=r"\b0\b.*\b1\b.*rank 1"):
+        _xla_job._mesh(Line(1, []))
+
+
+def test_all_processes_of_a_job_have_as_many_devices(monkeypatch):
+    devices = [
+        types.SimpleNamespace(id=number, process_index=process)
+        for number, process in enumerate([0, 0, 1])
+    ]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(RuntimeError, match=r"\[2, 1\]"):
+        _xla_job._mesh(Line(0, []))
