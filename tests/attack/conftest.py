@@ -1,7 +1,6 @@
 """How hard the attacks are: a few rounds with the suite, all by `make attack`."""
 
 import os
-from pathlib import Path
 
 import pytest
 from attack_tasks import target
@@ -29,12 +28,12 @@ def keys(folder):
 
 
 @pytest.fixture
-def ps(folder: Path):
+def ps(folder):
     with target(Job.PS, folder) as one:
         yield one
 
 
 @pytest.fixture
-def worker(folder: Path):
+def worker(folder):
     with target(Job.WORKER, folder) as one:
         yield one

@@ -1,7 +1,5 @@
 """The program ``zstrat``: what it prints, and with which exit code it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

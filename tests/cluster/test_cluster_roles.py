@@ -1,9 +1,5 @@
 """Who saves and who loads, by TensorFlow's rules."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from zstrat.cluster import (
@@ -12,13 +8,13 @@ from zstrat.cluster import (
     should_save_summary,
 )
 
-FULL: dict[str, Any] = {
+FULL = {
     "chief": ["c:1"],
     "worker": ["w0:1", "w1:1"],
     "ps": ["p0:1"],
     "evaluator": ["e:1"],
 }
-WORKERS: dict[str, Any] = {"worker": ["w0:1", "w1:1"]}
+WORKERS = {"worker": ["w0:1", "w1:1"]}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +28,7 @@ WORKERS: dict[str, Any] = {"worker": ["w0:1", "w1:1"]}
         (WORKERS, ("worker", 1), False, True),
     ],
 )
-def test_who_saves_and_loads(
-    cluster: Any, task: tuple[str, int], saves: bool, loads: bool
-) -> None:
+def test_who_saves_and_loads(cluster, task, saves, loads):
     assert should_save_summary(cluster, *task) is saves
     assert should_save_checkpoint(cluster, *task) is saves
     assert should_load_checkpoint(cluster, *task) is loads
@@ -43,6 +37,6 @@ def test_who_saves_and_loads(
 @pytest.mark.parametrize(
     "ask", [should_save_summary, should_save_checkpoint, should_load_checkpoint]
 )
-def test_a_task_that_cannot_be(ask: Any) -> None:
+def test_a_task_that_cannot_be(ask):
     with pytest.raises(ValueError, match=r"`task_id`.*\b2\b"):
         ask(WORKERS, "worker", 2)

@@ -1,9 +1,6 @@
 """The tasks of a Slurm step, as srun tells them."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +13,6 @@ from zstrat.cluster import (
     expand_hostlist,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 FOUR = {
     "SLURM_PROCID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -29,7 +22,7 @@ FOUR = {
 
 
 @pytest.fixture(autouse=True)
-def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def srun(monkeypatch, tmp_path):
     """Gives this process the environment of a task, and no GPU."""
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
@@ -37,7 +30,7 @@ def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def put(*others: dict[str, str], **more: Any) -> None:
+    def put(*others, **more):
         for env in (*others, more):
             for name, value in env.items():
                 monkeypatch.setenv(name, str(value))
@@ -46,8 +39,8 @@ def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path) -> Callable[[str, int], None]:
-    def install(output: str, status: int = 0) -> None:
+def nvidia_smi(tmp_path):
+    def install(output, status=0):
         path = tmp_path / "nvidia-smi"
         path.write_text(f"#!/bin/sh\ntest \"$1\" = --list-gpus || exit 9\n"
                         f"echo '{output}'\nexit {status}\n")  # fmt: skip
@@ -56,7 +49,7 @@ def nvidia_smi(tmp_path: Path) -> Callable[[str, int], None]:
     return install
 
 
-def test_all_tasks_are_workers_by_default(srun: Callable[..., None]) -> None:
+def test_all_tasks_are_workers_by_default(srun):
     srun(FOUR, SLURM_PROCID=3)
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec(
@@ -70,7 +63,7 @@ def test_all_tasks_are_workers_by_default(srun: Callable[..., None]) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) -> None:
+def test_jobs_take_ranks_in_the_order_of_their_names(srun):
     jobs = {"worker": 2, "ps": 1, "chief": 1}
     tasks = []
     for rank in range(4):
@@ -91,14 +84,14 @@ def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) 
         resolver.master("ps", 5)
 
 
-def test_hosts_are_in_the_order_of_slurms_ranks(srun: Callable[..., None]) -> None:
+def test_hosts_are_in_the_order_of_slurms_ranks(srun):
     srun(FOUR, SLURM_STEP_NODELIST="n[9-10],m1", SLURM_STEP_TASKS_PER_NODE="1,2,1")
     assert SlurmClusterResolver().cluster_spec().as_dict() == {
         "worker": ["m1:8888", "n9:8888", "n10:8888", "n10:8889"]
     }
 
 
-def test_nodes_are_ordered_as_slurm_numbers_them(srun: Callable[..., None]) -> None:
+def test_nodes_are_ordered_as_slurm_numbers_them(srun):
     listed, ordered = (
         "b1,n[9-12],n[07-08],a[8-11]x3,a",
         "a,a[8-11]x3,b1,n[07-08],n[9-12]",
@@ -112,15 +105,15 @@ def test_nodes_are_ordered_as_slurm_numbers_them(srun: Callable[..., None]) -> N
 
 
 @pytest.mark.parametrize("tasks", [2, {"t02n41": 2, "t02n13": 2}])
-def test_tasks_per_node_may_be_given(srun: Callable[..., None], tasks: Any) -> None:
+def test_tasks_per_node_may_be_given(srun, tasks):
     srun(FOUR, SLURM_STEP_TASKS_PER_NODE="nonsense")
     spec = SlurmClusterResolver(tasks_per_node=tasks).cluster_spec()
     assert spec.job_tasks("worker")[2] == "t02n41:8888"
 
 
 def test_variables_of_the_job_do_where_the_step_has_none(
-    srun: Callable[..., None],
-) -> None:
+    srun,
+):
     srun(SLURM_STEP_ID=0, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
     spec = SlurmClusterResolver().cluster_spec()
@@ -128,15 +121,15 @@ def test_variables_of_the_job_do_where_the_step_has_none(
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": 2**32 - 5}])
-def test_a_batch_script_is_no_task(srun: Callable[..., None], step: Any) -> None:
+def test_a_batch_script_is_no_task(srun, step):
     srun(step, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
     with pytest.raises(RuntimeError, match=r"not one of the 3 tasks.*with srun"):
         SlurmClusterResolver({"ps": 1, "worker": 2})
 
 
-def test_two_jobs_on_a_node_have_ports_of_their_own(srun: Callable[..., None]) -> None:
-    def ports(job: int, step: int) -> set[str]:
+def test_two_jobs_on_a_node_have_ports_of_their_own(srun):
+    def ports(job, step):
         srun(FOUR, SLURM_JOB_ID=job, SLURM_STEP_ID=step)
         return set(map(str, SlurmClusterResolver().cluster_spec().job_tasks("worker")))
 
@@ -147,9 +140,7 @@ def test_two_jobs_on_a_node_have_ports_of_their_own(srun: Callable[..., None]) -
 
 
 @pytest.mark.parametrize("missing", FOUR)
-def test_a_missing_variable(
-    srun: Callable[..., None], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_missing_variable(srun, monkeypatch, missing):
     srun(FOUR)
     monkeypatch.delenv(missing)
     with pytest.raises(RuntimeError, match=f"^{missing} not found in environment"):
@@ -171,16 +162,14 @@ def test_a_missing_variable(
         ("SLURM_PROCID", "9" * 5000, r"SLURM_PROCID.*\b0\b"),
     ],
 )
-def test_a_variable_that_cannot_be_read(
-    srun: Callable[..., None], name: str, value: str, words: str
-) -> None:
+def test_a_variable_that_cannot_be_read(srun, name, value, words):
     srun(FOUR, **{name: value})
     with pytest.raises(ValueError, match=words):
         SlurmClusterResolver()
 
 
 @pytest.mark.parametrize("number", [10**13, {"n1": 10**13}])
-def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -> None:
+def test_more_tasks_than_a_cluster_has(srun, number):
     srun(FOUR)
     with pytest.raises(RuntimeError, match=r"SLURM_STEP_TASKS_PER_NODE.*tasks_per"):
         SlurmClusterResolver(tasks_per_node=number)
@@ -189,7 +178,7 @@ def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -
         SlurmClusterResolver()
 
 
-def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
+def test_tasks_that_do_not_add_up(srun):
     srun(FOUR)
     words = r"\b5\b.*\b4\b"
     with pytest.raises(RuntimeError, match=words):
@@ -206,8 +195,8 @@ def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
 
 
 def test_ranks_that_slurm_dealt_out_in_another_order(
-    srun: Callable[..., None],
-) -> None:
+    srun,
+):
     srun(FOUR, SLURM_PROCID=1, SLURMD_NODENAME="t02n13", SLURM_LOCALID=1)
     assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
     srun(SLURMD_NODENAME="t02n41", SLURM_LOCALID=0)
@@ -240,13 +229,13 @@ def test_ranks_that_slurm_dealt_out_in_another_order(
     ],
 )
 def test_share_of_a_task(
-    srun: Callable[..., None],
-    visible: str | None,
-    rank: int,
-    options: dict[str, Any],
-    gpus: int,
-    share: str | None,
-) -> None:
+    srun,
+    visible,
+    rank,
+    options,
+    gpus,
+    share,
+):
     srun(FOUR, SLURM_PROCID=rank)
     if visible is not None:
         srun(CUDA_VISIBLE_DEVICES=visible)
@@ -256,15 +245,15 @@ def test_share_of_a_task(
 
 
 def test_a_second_resolver_leaves_the_share_as_it_is(
-    srun: Callable[..., None],
-) -> None:
+    srun,
+):
     srun(FOUR, SLURM_PROCID=1, CUDA_VISIBLE_DEVICES="0,1,2,3")
     SlurmClusterResolver(gpus_per_node=4)
     SlurmClusterResolver(gpus_per_node=4)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 
-def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
+def test_more_gpus_than_there_are(srun):
     srun(FOUR, CUDA_VISIBLE_DEVICES="0,1,2,3")
     words = "GPUs"
     with pytest.raises(RuntimeError, match=words):
@@ -273,9 +262,7 @@ def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
         SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)
 
 
-def test_gpus_that_nvidia_smi_lists(
-    srun: Callable[..., None], nvidia_smi: Callable[..., None]
-) -> None:
+def test_gpus_that_nvidia_smi_lists(srun, nvidia_smi):
     srun(FOUR, SLURM_PROCID=1)
     nvidia_smi(
         "GPU 0: NVIDIA H200 (UUID: GPU-6c8b)\n"
@@ -286,9 +273,7 @@ def test_gpus_that_nvidia_smi_lists(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_nvidia_smi_that_fails(
-    srun: Callable[..., None], nvidia_smi: Callable[..., None]
-) -> None:
+def test_nvidia_smi_that_fails(srun, nvidia_smi):
     srun(FOUR)
     nvidia_smi("NVIDIA-SMI has failed: no driver", 9)
     words = "^Could not get number of GPUs from nvidia-smi: .*no driver"
@@ -301,13 +286,13 @@ def test_nvidia_smi_that_fails(
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.data(),
 )
-def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
+def test_every_rank_finds_itself(nodes, data):
     """All ranks see one cluster, each its own address in it, and no GPU twice."""
     total = sum(nodes)
     ps = data.draw(st.integers(0, total), label="ps")
     per_task = data.draw(st.integers(0, 2), label="GPUs per task")
     per_node = max(nodes) * per_task + data.draw(st.integers(0, 3), label="spare")
-    seen: set[tuple[str, str]] = set()
+    seen = set()
     specs, tasks = [], []
     with pytest.MonkeyPatch.context() as patch:
         ranks = [

@@ -1,9 +1,5 @@
 """Jobs of which some tasks are missing, or all."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from zstrat.cluster import (
@@ -24,15 +20,13 @@ from zstrat.cluster import (
         ({"worker": ["a:1"]}, "evaluator", 0),
     ],
 )
-def test_workers_are_counted_where_task_0_is_missing(
-    cluster: Any, job: str, count: int
-) -> None:
+def test_workers_are_counted_where_task_0_is_missing(cluster, job, count):
     assert worker_count(cluster, job) == count
     assert worker_count(ClusterSpec(cluster), job) == count
 
 
-def test_what_is_no_job_to_count_is_still_refused() -> None:
-    sparse: Any = {"worker": {1: "b:1"}, "ps": {1: "p:1"}}
+def test_what_is_no_job_to_count_is_still_refused():
+    sparse = {"worker": {1: "b:1"}, "ps": {1: "p:1"}}
     with pytest.raises(ValueError, match=r"`task_type`.*'ps'"):
         worker_count(sparse, "ps")
     with pytest.raises(ValueError, match=r"`task_type`.*'chief'"):
@@ -43,7 +37,7 @@ def test_what_is_no_job_to_count_is_still_refused() -> None:
         worker_count(["a:1"], "worker")
 
 
-def union_of(*tasks: Any) -> dict[str, Any]:
+def union_of(*tasks):
     return (
         UnionResolver(
             *(SimpleClusterResolver(ClusterSpec({"worker": each})) for each in tasks)
@@ -54,7 +48,7 @@ def union_of(*tasks: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nothing", [[], {}])
-def test_a_part_without_tasks_adds_nothing_to_a_union(nothing: Any) -> None:
+def test_a_part_without_tasks_adds_nothing_to_a_union(nothing):
     parts = [["a:1"], ["b:1"]]
     for place in range(3):
         with_it = [*parts[:place], nothing, *parts[place:]]

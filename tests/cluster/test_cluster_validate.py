@@ -1,9 +1,5 @@
 """TensorFlow's rules for a cluster and a task in it, with its words."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from zstrat.cluster import (
@@ -16,22 +12,22 @@ from zstrat.cluster import (
     worker_count,
 )
 
-FULL: dict[str, Any] = {
+FULL = {
     "chief": ["c:1"],
     "worker": ["w0:1", "w1:1"],
     "ps": ["p0:1", "p1:1"],
     "evaluator": ["e:1"],
 }
-CHIEFLESS: dict[str, Any] = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
+CHIEFLESS = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
 
 
 @pytest.mark.parametrize("make", [dict, ClusterSpec])
-def test_dictionaries_and_specs_are_normalized(make: Any) -> None:
+def test_dictionaries_and_specs_are_normalized(make):
     assert normalize_cluster_spec(make(FULL)) == ClusterSpec(FULL)
 
 
 @pytest.mark.parametrize("other", [None, [], "w:1", 3])
-def test_nothing_else_is(other: Any) -> None:
+def test_nothing_else_is(other):
     with pytest.raises(ValueError, match="cluster_spec"):
         normalize_cluster_spec(other)
 
@@ -48,16 +44,16 @@ def test_nothing_else_is(other: Any) -> None:
         (None, 7),
     ],
 )
-def test_tasks_of_the_cluster_are_fine(task_type: Any, task_id: Any) -> None:
+def test_tasks_of_the_cluster_are_fine(task_type, task_id):
     validate_cluster_spec(FULL, task_type, task_id)
 
 
-def test_evaluator_may_be_missing_in_the_cluster() -> None:
+def test_evaluator_may_be_missing_in_the_cluster():
     validate_cluster_spec(CHIEFLESS, "evaluator", 0)
     validate_cluster_spec(CHIEFLESS, "evaluator", 5)
 
 
-def test_sparse_job_is_checked_by_its_indices() -> None:
+def test_sparse_job_is_checked_by_its_indices():
     sparse = {"worker": {3: "w3:1"}}
     validate_cluster_spec(sparse, "worker", 3)
     with pytest.raises(ValueError, match=r"`task_id`.*\b1\b.*\[3\]"):
@@ -80,14 +76,12 @@ def test_sparse_job_is_checked_by_its_indices() -> None:
         (None, None, None, "cluster_spec"),
     ],
 )
-def test_mistakes_in_tensorflows_words(
-    cluster: Any, task_type: Any, task_id: Any, words: str
-) -> None:
+def test_mistakes_in_tensorflows_words(cluster, task_type, task_id, words):
     with pytest.raises(ValueError, match=words):
         validate_cluster_spec(cluster, task_type, task_id)
 
 
-def test_the_first_mistake_in_tensorflows_order_is_reported() -> None:
+def test_the_first_mistake_in_tensorflows_order_is_reported():
     cluster = {"master": ["m:1"], "chief": ["a:1", "b:1"]}
     with pytest.raises(ValueError, match=r"'chief'.*'worker'.*'master'"):
         validate_cluster_spec(cluster, "nobody", 9)
@@ -100,7 +94,7 @@ def test_the_first_mistake_in_tensorflows_order_is_reported() -> None:
         validate_cluster_spec(cluster, "chief", 9)
 
 
-def test_counts() -> None:
+def test_counts():
     assert task_count(FULL, "ps") == 2
     assert task_count(CHIEFLESS, "chief") == 0
     assert worker_count(FULL, "worker") == worker_count(FULL, "chief") == 3
@@ -110,7 +104,7 @@ def test_counts() -> None:
         worker_count(FULL, "ps")
 
 
-def test_ids() -> None:
+def test_ids():
     assert id_in_cluster(FULL, "chief", 0) == 0
     assert [id_in_cluster(FULL, "worker", index) for index in (0, 1)] == [1, 2]
     assert [id_in_cluster(CHIEFLESS, "worker", index) for index in (0, 1)] == [0, 1]
@@ -121,7 +115,7 @@ def test_ids() -> None:
         id_in_cluster(FULL, "worker", 2)
 
 
-def test_chief() -> None:
+def test_chief():
     assert is_chief(FULL, "chief", 0)
     assert is_chief(FULL, "evaluator", 0)
     assert not is_chief(FULL, "worker", 0)

@@ -1,7 +1,5 @@
 """What a daemon understands of its arguments, and how it says what it does not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

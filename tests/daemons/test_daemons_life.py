@@ -1,7 +1,5 @@
 """The life of real daemons: ready, watched, drained, ended, and refused starts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

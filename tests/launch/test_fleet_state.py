@@ -1,7 +1,5 @@
 """What a fleet decides, without engines: messages and numbers in, orders out."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -33,7 +31,7 @@ TIMEOUTS = FleetTimeouts(start=60, drain=12, restarts=3, window=100)
 CRASH = TaskEnd("ended with exit code 1", 1)
 
 
-def running(timeouts: FleetTimeouts = TIMEOUTS) -> FleetState:
+def running(timeouts=TIMEOUTS):
     """A fleet that serves since time 0."""
     state = FleetState(TASKS, timeouts)
     state.begin(0)
@@ -195,17 +193,17 @@ class Fleets(RuleBasedStateMachine):
     """Any order of events: what is ordered fits what runs, and every fleet ends."""
 
     @initialize(restarts=st.integers(0, 3))
-    def begin(self, restarts: int) -> None:
+    def begin(self, restarts):
         self.now = 0.0
         self.state = FleetState(TASKS, FleetTimeouts(60, 12, restarts, 100))
-        self.alive: dict[str, int] = {}
-        self.killed: set[str] = set()
-        self.starts: dict[str, list[float]] = {task: [] for task in TASKS}
+        self.alive = {}
+        self.killed = set()
+        self.starts = {task: [] for task in TASKS}
         self.restarts = restarts
         self.is_over = self.was_stopped = False
         self.obey(self.state.begin(0.0))
 
-    def obey(self, orders) -> None:
+    def obey(self, orders):
         for order in orders:
             assert not self.is_over
             match order:
@@ -229,34 +227,34 @@ class Fleets(RuleBasedStateMachine):
                     self.was_stopped = True
 
     @rule(task=st.sampled_from(TASKS))
-    def serves(self, task: str) -> None:
+    def serves(self, task):
         if task in self.alive:
             self.obey(self.state.bound(task, self.alive[task], f"{task}!"))
 
     @rule(task=st.sampled_from(TASKS), code=st.sampled_from([0, 1, 2, 75, -9]))
-    def ends(self, task: str, code: int) -> None:
+    def ends(self, task, code):
         if task in self.alive:
             attempt = self.alive.pop(task)
             self.obey(self.state.ended(task, attempt, TaskEnd("ended", code), self.now))
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 70.0]))
-    def waits(self, seconds: float) -> None:
+    def waits(self, seconds):
         self.now += seconds
         self.obey(self.state.tick(self.now))
 
     @rule()
-    def stops(self) -> None:
+    def stops(self):
         self.was_stopped = True
         self.obey(self.state.stop(self.now))
 
     @invariant()
-    def restarts_are_bounded(self) -> None:
+    def restarts_are_bounded(self):
         for times in getattr(self, "starts", {}).values():
             for first in times:
                 close = [time for time in times if first < time <= first + 100]
                 assert len(close) <= self.restarts + 1
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "state"):
             return
         self.stops()

@@ -1,7 +1,5 @@
 """Copies of one program live and die together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -20,8 +18,8 @@ TOLD = "import json, os; me = json.loads(os.environ['TF_CONFIG'])['task']['index
 FOREVER = "import threading; threading.Event().wait()\n"
 
 
-def started(code: str, count: int, **options) -> tuple[int, list[str]]:
-    lines: list[str] = []
+def started(code, count, **options):
+    lines = []
     command = (sys.executable, "-c", TOLD + code)
     return run(run_copies(Copies(command, count, **options), lines.append)), lines
 
@@ -166,11 +164,11 @@ def test_cancelling_ends_the_copies_and_what_they_started(tmp_path):
         f"{FOREVER}"
     )
 
-    async def cancelled() -> list[int]:
+    async def cancelled():
         said = asyncio.Event()
-        lines: list[str] = []
+        lines = []
 
-        def write(line: str) -> None:
+        def write(line):
             lines.append(line)
             said.set()
 
@@ -214,7 +212,7 @@ def wait_gone(pid):
         return bool(select.select([descriptor], [], [], 30)[0])
 
 
-async def readable(descriptor: int) -> None:
+async def readable(descriptor):
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(descriptor, ended.set)
@@ -224,7 +222,7 @@ async def readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def ends(pid: int) -> bool:
+def ends(pid):
     """Whether it is over, or soon: who is killed takes a moment to die."""
     try:
         descriptor = os.pidfd_open(pid)

@@ -1,7 +1,5 @@
 """Clusters of real daemons: started, looked at, hurt, ended, never left behind."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Servers inside this process, with TensorFlow's rules about who they are."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

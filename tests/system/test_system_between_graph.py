@@ -1,7 +1,5 @@
 """Programs that share real parameter servers without a coordinator."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Programs that share parameter servers stay in step when a creation fails."""
 
-from __future__ import annotations
-
 import numpy as np
 import optax
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of real parameter servers, while training goes on and elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What interrupts a save, and disks that are full, damaged, elsewhere, or shared."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

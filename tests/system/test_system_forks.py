@@ -1,8 +1,6 @@
 """Processes that a program or a step forks: they end as others do, hold nothing of the
 task that they come from, and are refused its strategy."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -3,8 +3,6 @@
 The oracle is a counter for each example, to which a step adds 1 for each that it reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """Objects that hold the coordinator, datasets and iterators, and methods of theirs as
 steps, on real daemons."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

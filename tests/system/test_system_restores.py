@@ -1,7 +1,5 @@
 """A parameter server is killed for real, and the program goes on from a checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tables in parts against real daemons: training, and initial values."""
 
-from __future__ import annotations
-
 import functools
 import textwrap
 

@@ -1,7 +1,5 @@
 """Ids, gradients, partitioners and initializers that do not fit: refused with words."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """A user's program against real daemons: values, errors, datasets, training."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import jax

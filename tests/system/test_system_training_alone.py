@@ -1,7 +1,5 @@
 """A user's program that knows one worker of a cluster: its steps are in order."""
 
-from __future__ import annotations
-
 import asyncio
 
 import jax

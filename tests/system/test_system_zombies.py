@@ -1,7 +1,5 @@
 """Workers that are killed or frozen while an error is raised: counted effects."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What a real run tells of itself: in the program, to an observer, and after a kill."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
