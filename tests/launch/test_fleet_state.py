@@ -16,7 +16,6 @@ from zstrat.launch.fleet.state import (
     KILL_TIMEOUT,
     BeginFailed,
     DrainTask,
-    FleetOver,
     FleetReady,
     FleetStage,
     FleetTimeouts,
@@ -64,7 +63,9 @@ def test_one_that_cannot_start_fails_all():
     assert isinstance(failed.error, UnavailableError)
     assert kills == [KillTask("ps:0"), KillTask("worker:1")]
     assert state.ended("ps:0", 1, CRASH, 2) == []
-    assert state.ended("worker:1", 1, CRASH, 2) == [FleetOver()]
+    assert state.stage is FleetStage.ENDING
+    assert state.ended("worker:1", 1, CRASH, 2) == []
+    assert state.stage is FleetStage.OVER
 
 
 def test_a_mistake_is_told_as_it_is():
@@ -72,7 +73,8 @@ def test_a_mistake_is_told_as_it_is():
     state.begin(0)
     mistake = VersionMismatchError("another zstrat")
     orders = state.ended("ps:0", 1, TaskEnd("ended", 2, "", mistake), 1)
-    assert orders == [BeginFailed(mistake, "ps:0"), FleetOver()]
+    assert orders == [BeginFailed(mistake, "ps:0")]
+    assert state.stage is FleetStage.OVER
 
 
 def test_one_that_is_late_fails_all():
@@ -120,10 +122,12 @@ def test_what_is_long_ago_does_not_count():
 
 def test_a_task_that_drained_stays_down():
     state = running()
-    for task, more in (("worker:0", []), ("worker:1", []), ("ps:0", [FleetOver()])):
+    for task in ("worker:0", "worker:1", "ps:0"):
+        assert state.stage is FleetStage.RUNNING
         words = f"{task} ended: it drained on request; not restarting it"
         note = LogTask(words, task, is_failure=False)
-        assert state.ended(task, 1, TaskEnd("ended", 0), 5) == [note, *more]
+        assert state.ended(task, 1, TaskEnd("ended", 0), 5) == [note]
+    assert state.stage is FleetStage.OVER
 
 
 def test_a_restart_that_hangs_is_killed_and_tried_again():
@@ -164,9 +168,10 @@ def test_workers_end_before_what_they_push_to():
     assert state.ended("worker:0", 1, TaskEnd("ended", 0), 52) == [DrainTask("ps:0")]
     assert state.next_look() == 52 + 12
     assert state.tick(64) == [KillTask("ps:0")]
-    note, over = state.tick(64 + KILL_TIMEOUT)
+    assert state.stage is FleetStage.ENDING
+    (note,) = state.tick(64 + KILL_TIMEOUT)
     assert isinstance(note, LogTask)
-    assert over == FleetOver()
+    assert state.stage is FleetStage.OVER
     assert state.next_look() is None
 
 
@@ -204,8 +209,8 @@ class Fleets(RuleBasedStateMachine):
         self.obey(self.state.begin(0.0))
 
     def obey(self, orders):
+        assert not (self.is_over and orders)
         for order in orders:
-            assert not self.is_over
             match order:
                 case StartTask(task, attempt, _):
                     assert task not in self.alive
@@ -220,11 +225,10 @@ class Fleets(RuleBasedStateMachine):
                 case KillTask(task):
                     assert task in self.alive
                     self.killed.add(task)
-                case FleetOver():
-                    self.is_over = True
                 case BeginFailed(error, _):
                     assert isinstance(error, ZstratError)
                     self.was_stopped = True
+        self.is_over = self.state.stage is FleetStage.OVER
 
     @rule(task=st.sampled_from(TASKS))
     def serves(self, task):
@@ -265,7 +269,6 @@ class Fleets(RuleBasedStateMachine):
             self.now = look
             self.obey(self.state.tick(self.now))
         assert self.is_over
-        assert self.state.stage is FleetStage.OVER
 
 
 TestFleets = Fleets.TestCase
