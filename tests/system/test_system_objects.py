@@ -126,14 +126,6 @@ def test_an_object_that_gets_a_new_iterator_for_each_epoch(world, trainer):
     assert trainer.draw_given.trace_count == 1
 
 
-def test_remote_values_and_datasets_are_no_arguments(world, trainer):
-    value = world.coordinator.schedule(trainer.step, args=(1.0,))
-    with pytest.raises(ValueError, match=r"value\.fetch\(\)"):
-        world.coordinator.schedule(trainer.step, args=(value,))
-    with pytest.raises(TypeError, match=r"iter\(dataset\)"):
-        world.coordinator.schedule(trainer.step, args=(trainer.dataset,))
-
-
 def test_locks_are_refused_by_path(world):
     trainer = Trainer(world.coordinator, lock=threading.Lock())
     with pytest.raises(TypeError, match=r"'lock'.*_thread\.lock"):
