@@ -492,6 +492,27 @@ def test_union_with_a_sparse_part_is_merged_by_index(turned):
     )
 
 
+def union_of(*tasks):
+    return (
+        UnionResolver(
+            *(SimpleClusterResolver(ClusterSpec({"worker": each})) for each in tasks)
+        )
+        .cluster_spec()
+        .as_dict()
+    )
+
+
+@pytest.mark.parametrize("nothing", [[], {}])
+def test_a_part_without_tasks_adds_nothing_to_a_union(nothing):
+    parts = [["a:1"], ["b:1"]]
+    for place in range(3):
+        with_it = [*parts[:place], nothing, *parts[place:]]
+        assert union_of(*with_it) == {"worker": ["a:1", "b:1"]}
+    sparse = {"worker": {0: "a:1", 3: "d:1"}}
+    assert union_of(["a:1"], nothing, {3: "d:1"}) == sparse
+    assert union_of(nothing) == union_of(nothing, []) == {"worker": {}}
+
+
 def test_union_with_an_index_twice():
     union = UnionResolver(
         simple({"worker": ["a:1"]}), simple({"worker": {0: "b:1", 2: "c:1"}})

@@ -16,7 +16,6 @@ import programs
 import pytest
 from click.testing import CliRunner
 from killed_leases import CountingLeases
-from system_worlds import all_running
 
 import zstrat as zs
 from zstrat.cli import main
@@ -33,11 +32,6 @@ SIZE, BATCH, SEED = 3001, 8, 11
 def cluster():
     with leak_check(), zs.LocalCluster(2, 3, transport="tcp") as cluster:
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
 
 
 def resolver_of(cluster, ps, workers):

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from system_worlds import all_have_worked, all_running, leak_check_behind
+from system_worlds import all_have_worked, all_running
 
 import zstrat as zs
 
@@ -27,13 +27,6 @@ def local(cluster, monkeypatch):
     # on where it was when it wakes up.
     monkeypatch.setenv("ZSTRAT_LIVENESS", "4")
     return all_running(cluster)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    """As everywhere, but that what is started again for a test may stay."""
-    with leak_check_behind(request):
-        yield
 
 
 @pytest.fixture
