@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import attack_turns
+import pytest
 from attack_turns import Turns, opened
 
 from zstrat.config import Settings
@@ -20,6 +21,9 @@ from zstrat.transport import Link, Security, hello, new_incarnation, run
 from zstrat.wire import Inspect, Job, Statistics
 
 MiB = 2**20
+
+IS_HARD = os.environ.get("ZSTRAT_ATTACK") == "hard"
+HARD = pytest.mark.skipif(not IS_HARD, reason="`make attack` does it")
 
 
 @dataclass
