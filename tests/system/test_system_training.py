@@ -71,20 +71,6 @@ def test_assigning_another_shape_or_dtype_is_refused_by_name(strategy):
     np.testing.assert_array_equal(n.numpy(), [0, 1, 2])
 
 
-def test_every_increment_counts_once(strategy, coordinator):
-    with strategy.scope():
-        counts = zs.Variable(np.zeros(500, np.float32), name="counts")
-
-    @zs.function
-    def bump(i):
-        counts.assign_add(jax.nn.one_hot(i, 500, dtype=jnp.float32))
-
-    for i in range(500):
-        coordinator.schedule(bump, args=(i,))
-    coordinator.join()
-    np.testing.assert_array_equal(counts.numpy(), np.ones(500))
-
-
 @pytest.mark.shows("ClusterCoordinator.create_per_worker_dataset")
 def test_each_worker_has_its_own_dataset(coordinator):
     def dataset(context):
