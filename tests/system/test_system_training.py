@@ -181,3 +181,41 @@ def test_one_worker_reads_what_it_wrote(daemons):
         # One worker runs one closure after the other: no read may be stale.
         assert [float(value.fetch()) for value in values] == list(range(1, 101))
         assert v.numpy() == 100.0
+
+
+def test_training_equals_plain_optax_on_one_worker(daemons):
+    """Though all steps were scheduled before the first one ended."""
+    x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)
+    initial = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+    rule = optax.adam(0.1)
+
+    def loss_fn(params):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    expected, state, losses = initial, rule.init(initial), []
+    for _ in range(20):
+        loss, grads = jax.value_and_grad(loss_fn)(expected)
+        updates, state = rule.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+        losses.append(float(loss))
+
+    with zs.ParameterServerStrategy(of_one_worker(daemons)) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            params = zs.create_variables(initial)
+            optimizer = zs.Optimizer(rule)
+
+        @zs.function
+        def step():
+            loss, grads = zs.value_and_grad(loss_fn)(params)
+            optimizer.apply_gradients(grads, params)
+            return loss
+
+        values = [coordinator.schedule(step) for _ in range(20)]
+        coordinator.join()
+        got = [float(value.fetch()) for value in values]
+        np.testing.assert_allclose(got, losses, rtol=1e-5)
+        np.testing.assert_allclose(params["w"].numpy(), expected["w"], rtol=1e-5)
+        np.testing.assert_allclose(params["b"].numpy(), expected["b"], atol=1e-6)
+        assert step.trace_count == 1
