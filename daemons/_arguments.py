@@ -5,8 +5,10 @@ daemon runs and how it serves. A wrong value ends the daemon with an error and e
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -17,14 +19,14 @@ from zstrat.cluster import (
     TomlClusterResolver,
     detect,
 )
-from zstrat.config import did_you_mean, environment, settings_from
+from zstrat.config import MISTAKEN, did_you_mean, environment, settings_from
 from zstrat.launch import UNNUMBERED, JoinAddresses, TaskAddress
 from zstrat.streams import complete
 
-from ._main import DaemonOptions
+from ._main import DaemonOptions, leave
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
@@ -137,6 +139,17 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     # For `launched`: the temporary folder around --keys, removed once they are read.
     add("--remove-keys", type=Path, help=argparse.SUPPRESS)
     return arguments
+
+
+@contextlib.contextmanager
+def refusals(job: str) -> Iterator[None]:
+    """Ends the daemon with exit code 2 if the block raises ValueError, which says what
+    is wrong with an argument."""
+    try:
+        yield
+    except ValueError as error:
+        print(f"zstrat-{job}: {error}", file=sys.stderr)
+        leave(MISTAKEN)
 
 
 def folder(text: str) -> Path:

@@ -114,17 +114,30 @@ def run(options: DaemonOptions) -> int:
     name_children(task.job)
     _raise_descriptor_limit()
     keep_freed_memory()
-    notifier = Notifier(environment())
     ends_with_parent = die_with if options.report >= 0 else is_running
-    # Everything that may end the daemon is in here: its keys are removed in any case.
-    try:
+
+    def serve(notifier: Notifier) -> int:
         if options.parent and not ends_with_parent(options.parent):
             log.error("the parent process %d has already ended", options.parent)
             return CRASHED
         return run_loop(_serve(options, incarnation, notifier))
+
+    # Everything that may end the daemon is in there: its keys are removed in any case.
+    try:
+        return _exit_code(serve, "served")
+    finally:
+        _remove(options.keys_to_remove)
+
+
+def _exit_code(work: Callable[[Notifier], int], began: str) -> int:
+    """Calls ``work`` with a notifier; returns its exit code, or that of its error.
+    ``began``: what the daemon does, in the past tense."""
+    notifier = Notifier(environment())
+    try:
+        return work(notifier)
     except KeyboardInterrupt:
         # Until the daemon serves, Python's own handler is in place.
-        log.info("ended by SIGINT before it served")
+        log.info("ended by SIGINT before it %s", began)
         return DRAINED
     except Exception:
         # Goes to the log and, as the exit code, to the service manager.
@@ -132,7 +145,6 @@ def run(options: DaemonOptions) -> int:
         return CRASHED
     finally:
         notifier.close()
-        _remove(options.keys_to_remove)
 
 
 class EvaluatorHealth:
@@ -155,7 +167,6 @@ def run_evaluator(
     """
     start_logging(task, new_incarnation(), as_json=settings.log_json)
     name_children(task)
-    notifier = Notifier(environment())
     # Separate from the errors of the user's code: an OSError there is a crash, one
     # about the HTTP port a wrong setting.
     try:
@@ -163,22 +174,17 @@ def run_evaluator(
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
-    try:
-        with kept_for_good():
-            evaluator = make()
-        return run_loop(_accompany(task, evaluator, notifier))
-    except KeyboardInterrupt:
-        log.info("ended by SIGINT before it began")
-        return DRAINED
-    except ValueError as error:
-        log.error("cannot start: %s", error)
-        return MISTAKEN
-    except Exception:
-        # Goes to the log and, as the exit code, to the service manager.
-        log.exception("crashed")
-        return CRASHED
-    finally:
-        notifier.close()
+
+    def evaluate(notifier: Notifier) -> int:
+        try:
+            with kept_for_good():
+                evaluator = make()
+            return run_loop(_accompany(task, evaluator, notifier))
+        except ValueError as error:
+            log.error("cannot start: %s", error)
+            return MISTAKEN
+
+    return _exit_code(evaluate, "began")
 
 
 def leave(code: int) -> NoReturn:

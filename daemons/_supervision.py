@@ -45,12 +45,8 @@ class LineFormatter(logging.Formatter):
         return f"{head} {_escaped(record.getMessage() + _traceback(self, record))}"
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(LineFormatter):
     """Formats a log record as one JSON object on one line, for log collectors."""
-
-    def __init__(self, task: str, incarnation: int) -> None:
-        super().__init__()
-        self._task, self._incarnation = task, short(incarnation)
 
     def format(self, record: logging.LogRecord) -> str:
         entry = {

@@ -19,7 +19,15 @@ from zstrat.cluster import TFConfigClusterResolver
 from zstrat.config import environment
 from zstrat.errors import NotFoundError
 
-from . import MISTAKEN, folder, index_of, leave, parser, run_evaluator, settings_of
+from . import (
+    folder,
+    index_of,
+    leave,
+    parser,
+    refusals,
+    run_evaluator,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -63,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parsed = arguments.parse_args(argv)
     env = environment()
-    try:
+    with refusals("evaluator"):
         index = task_index() if parsed.index is None else index_of(parsed.index)
         settings = settings_of(parsed, env)
-    except ValueError as error:
-        print(f"zstrat-evaluator: {error}", file=sys.stderr)
-        leave(MISTAKEN)
     if parsed.platform is not None:
         # jax reads this once, when the user's program imports it, later.
         os.environ["JAX_PLATFORMS"] = parsed.platform

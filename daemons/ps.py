@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 from zstrat.launch import choose_devices
 
-from . import MISTAKEN, leave, options_from, parser, run
+from . import leave, options_from, parser, refusals, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a parameter server; ends the process with the exit codes of `_main`."""
     parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
-    try:
+    with refusals("ps"):
         options = options_from(parsed, "ps")
-    except ValueError as error:
-        print(f"zstrat-ps: {error}", file=sys.stderr)
-        leave(MISTAKEN)
     # Optimizers run in main memory, where the variables are stored: a ps that claimed
     # an accelerator would keep it from the worker on the same host.
     choose_devices({"JAX_PLATFORMS": "cpu"})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from zstrat.launch import choose_devices
 
-from . import MISTAKEN, leave, options_from, parser, run
+from . import leave, options_from, parser, refusals, run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +27,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "indices of the devices, such as 0,2",
     )
     parsed = arguments.parse_args(argv)
-    try:
+    with refusals("worker"):
         options = options_from(parsed, "worker")
         choice = devices(parsed.platform, parsed.devices)
-    except ValueError as error:
-        print(f"zstrat-worker: {error}", file=sys.stderr)
-        leave(MISTAKEN)
     # Before `run`, which imports jax; a forked daemon has it, with no backend yet.
     choose_devices(choice)
     leave(run(options))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import types
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgpack
 import numpy as np
@@ -15,12 +15,9 @@ from zstrat.wire._codec import MAX_LIST_ITEMS as ITEMS
 from zstrat.wire._codec import MAX_MAP_ITEMS
 from zstrat.wire._schema import BRANCHES, is_record, most_records
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+KINDS = {cls.kind: cls for cls in get_args(Message)}
 
-KINDS: dict[int, type] = {cls.kind: cls for cls in get_args(Message)}
-
-ODD: list[Any] = [
+ODD = [
     *(0, 1, -1, 2**31, 2**53, 2**62, 2**63 - 1, 2**64 - 1, -(2**63)),
     *(0.5, float("nan"), float("inf"), -1e308, True, False, None),
     *("", "x" * 70_000, "\x1b[2J\n", "__class__", b"", b"\0" * 20_000),
@@ -37,15 +34,15 @@ class Seed(NamedTuple):
     raws: list[bytes]
 
     @property
-    def kind(self) -> type:
+    def kind(self):
         return KINDS[self.header[0]]
 
 
-def seed_of(header: bytes, raws: Iterable[bytes]) -> Seed:
+def seed_of(header, raws):
     return Seed(msgpack.unpackb(header, strict_map_key=False), list(raws))
 
 
-def made_up(chance: random.Random, session: int) -> list[Seed]:
+def made_up(chance, session):
     """A seed of every kind, from the annotations of its fields."""
     seeds = []
     for cls in KINDS.values():
@@ -63,7 +60,7 @@ def made_up(chance: random.Random, session: int) -> list[Seed]:
     return seeds
 
 
-def _value(chance: random.Random, hint: Any) -> Any:
+def _value(chance, hint):
     if hint is int:
         return chance.choice([0, 1, 2, 7, 100])
     if hint in (str, bytes, bool, float):
@@ -81,7 +78,7 @@ def _value(chance: random.Random, hint: Any) -> Any:
     return ()
 
 
-def mutated(chance: random.Random, seed: Seed, number: int) -> list[bytes]:
+def mutated(chance, seed, number):
     """The frames of a message that is wrong in some place, or in none."""
     header = msgpack.unpackb(msgpack.packb(seed.header), strict_map_key=False)
     header[1], raws = number, list(seed.raws)
@@ -109,7 +106,7 @@ def mutated(chance: random.Random, seed: Seed, number: int) -> list[bytes]:
     return [bytes(packed), *raws]
 
 
-def _replace(chance: random.Random, tree: list[Any], first: int) -> None:
+def _replace(chance, tree, first):
     """Puts an odd value in the place of some leaf or branch."""
     if len(tree) <= first:
         tree.append(copy.deepcopy(chance.choice(ODD)))
@@ -123,7 +120,7 @@ def _replace(chance: random.Random, tree: list[Any], first: int) -> None:
         tree[at] = copy.deepcopy(chance.choice(ODD))
 
 
-def swollen(session: int, most: int) -> list[Seed]:
+def swollen(session, most):
     """Of every kind, for each field that may be long, a message in which it is, with a
     header of up to ``most`` bytes."""
     chance, seeds = random.Random(3), []
@@ -140,7 +137,7 @@ def swollen(session: int, most: int) -> list[Seed]:
     return seeds
 
 
-def _long(chance: random.Random, hint: Any, nbytes: int) -> list[Any]:
+def _long(chance, hint, nbytes):
     """Values of the annotation that take about so many bytes; none if it is short."""
     if hint is str:
         return ["x" * nbytes]

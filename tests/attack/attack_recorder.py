@@ -1,31 +1,24 @@
 """Real traffic, recorded between a program, its workers and its parameter servers."""
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
-from attack_fuzz import Seed, seed_of
+from attack_fuzz import seed_of
 from attack_peers import Cut
 from attack_tasks import target
 
 from zstrat.wire import Job
 
-if TYPE_CHECKING:
-    import socket
-    from pathlib import Path
-
 
 class Recorder(Cut):
     """Keeps what the clients said."""
 
-    def __init__(self, address: str) -> None:
-        self._said: dict[int, bytearray] = {}
+    def __init__(self, address):
+        self._said = {}
         self._lock = threading.Lock()
         super().__init__(address)
 
-    def _up(self, here: socket.socket, there: socket.socket) -> None:
+    def _up(self, here, there):
         said = bytearray()
         with self._lock:
             self._said[len(self._said)] = said
@@ -36,11 +29,11 @@ class Recorder(Cut):
         except OSError:  # the task has hung up
             pass
 
-    def seeds(self) -> list[Seed]:
+    def seeds(self):
         return [seed for said in self._said.values() for seed in _parsed(bytes(said))]
 
 
-def _parsed(said: bytes) -> list[Seed]:
+def _parsed(said):
     """The messages behind a greeting of ZeroMQ, without chunks and beats."""
     at, message, found = 64, [], []
     while at + 2 <= len(said):
@@ -61,7 +54,7 @@ def _parsed(said: bytes) -> list[Seed]:
     return found
 
 
-def recorded(folder: Path) -> list[Seed]:
+def recorded(folder):
     """What a small training says: dense steps, rows, own updates, results."""
     import jax.numpy as jnp
     import optax

@@ -11,19 +11,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import attack_turns
+import pytest
 from attack_turns import Turns, opened
 
 from zstrat.config import Settings
 from zstrat.transport import Link, Security, hello, new_incarnation, run
 from zstrat.wire import Inspect, Job, Statistics
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 MiB = 2**20
+
+IS_HARD = os.environ.get("ZSTRAT_ATTACK") == "hard"
+HARD = pytest.mark.skipif(not IS_HARD, reason="`make attack` does it")
 
 
 @dataclass
@@ -39,51 +39,51 @@ class Target:
     """Where its loop notes its turns, if it does."""
 
     @property
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self.process.poll() is None
 
     @property
-    def rss(self) -> int:
+    def rss(self):
         """Bytes that are resident now."""
         return self._status("VmRSS") * 1024
 
     @property
-    def threads(self) -> int:
+    def threads(self):
         return self._status("Threads")
 
     @property
-    def descriptors(self) -> int:
+    def descriptors(self):
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     @property
-    def log_bytes(self) -> int:
+    def log_bytes(self):
         return self.log.stat().st_size
 
     @property
-    def words(self) -> str:
+    def words(self):
         return self.log.read_text()
 
-    def _status(self, name: str) -> int:
+    def _status(self, name):
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(next(each for each in lines if each.startswith(name)).split()[1])
 
-    def turns(self, since: Turns | None = None) -> Turns:
+    def turns(self, since=None):
         """Those of its loop; of one that notes them."""
         assert self.book is not None
         return Turns(tuple(opened(self.book, new=False)), since)
 
-    def inspect(self) -> dict[str, Any]:
+    def inspect(self):
         """What it says of itself to an honest observer that comes now."""
         return run(self._inspected())
 
-    async def _inspected(self) -> dict[str, Any]:
+    async def _inspected(self):
         async with self.honest() as link:
             answer = await link.request(Inspect())
             assert isinstance(answer, Statistics)
-            return dict(answer.values)  # type: ignore[arg-type]
+            return dict(answer.values)
 
     @contextlib.asynccontextmanager
-    async def honest(self, job: Job = Job.OBSERVER, index: int = 0) -> Any:
+    async def honest(self, job=Job.OBSERVER, index=0):
         """An honest link; it is up within half a minute, whatever goes on."""
         keys = self.keys
         link = Link(
@@ -101,7 +101,7 @@ class Target:
         finally:
             await link.close()
 
-    async def settles(self, under: int, patience: float = 10) -> int:
+    async def settles(self, under, patience=10):
         """Its memory, once it is below so many bytes; what it is in the end if not."""
         deadline = time.monotonic() + patience
         async with self.honest() as link:
@@ -112,13 +112,13 @@ class Target:
 
 @contextlib.contextmanager
 def target(
-    job: Job,
-    folder: Path,
-    keys: Path | None = None,
+    job,
+    folder,
+    keys=None,
     *,
-    noting: bool = False,
-    **env: str,
-) -> Iterator[Target]:
+    noting=False,
+    **env,
+):
     """A daemon of ``job``, killed afterwards; its log is in the folder.
 
     Args:

@@ -14,10 +14,6 @@ import mmap
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 UNIT = 50_000
 """Nanoseconds of one bucket."""
@@ -28,13 +24,13 @@ BUCKETS = 4096
 class NotingLoop(asyncio.SelectorEventLoop):
     """Counts turns by their length, and adds up their time, in ``book``."""
 
-    def __init__(self, book: memoryview) -> None:
+    def __init__(self, book):
         super().__init__()
         self._book = book
 
-    def _run_once(self) -> None:
+    def _run_once(self):
         before = time.thread_time_ns()
-        super()._run_once()  # type: ignore[misc]
+        super()._run_once()
         took = time.thread_time_ns() - before
         at = min(took // UNIT, BUCKETS - 1)
         self._book[at] += 1
@@ -42,7 +38,7 @@ class NotingLoop(asyncio.SelectorEventLoop):
         self._book[-1] = max(self._book[-1], took)
 
 
-def opened(path: Path, *, new: bool) -> memoryview:
+def opened(path, *, new):
     """A book: turns by length, nanoseconds by length, nanoseconds of the longest."""
     size = 8 * (2 * BUCKETS + 1)
     with path.open("w+b" if new else "r+b") as file:
@@ -59,15 +55,15 @@ class Turns:
     since: Turns | None = None
 
     @property
-    def count(self) -> int:
+    def count(self):
         return sum(self._counts)
 
     @property
-    def longest(self) -> float:
+    def longest(self):
         """Of all that there were."""
         return self.book[-1] / 1e6
 
-    def within(self, share: float) -> float:
+    def within(self, share):
         """So long, at most, that share of the turns took."""
         left = share * self.count
         for at, count in enumerate(self._counts):
@@ -76,20 +72,20 @@ class Turns:
                 return (at + 1) * UNIT / 1e6
         return self.longest
 
-    def longer(self, than: float) -> float:
+    def longer(self, than):
         """Seconds in turns that took longer."""
         first = round(than * 1e6) // UNIT
         return sum(self._times[first:]) / 1e9
 
     @property
-    def _counts(self) -> list[int]:
+    def _counts(self):
         return self._differences(0)
 
     @property
-    def _times(self) -> list[int]:
+    def _times(self):
         return self._differences(BUCKETS)
 
-    def _differences(self, first: int) -> list[int]:
+    def _differences(self, first):
         now = self.book[first : first + BUCKETS]
         if self.since is None:
             return list(now)
@@ -97,15 +93,15 @@ class Turns:
         return [b - a for a, b in zip(before, now, strict=True)]
 
 
-def main() -> None:
+def main():
     from pathlib import Path
 
     from zstrat.transport import _loop
 
     _, path, job, *argv = sys.argv
     book = opened(Path(path), new=True)
-    daemon: Any = importlib.import_module(f"zstrat.daemons.{job}")
-    _loop.new_event_loop = lambda: NotingLoop(book)  # type: ignore[assignment]
+    daemon = importlib.import_module(f"zstrat.daemons.{job}")
+    _loop.new_event_loop = lambda: NotingLoop(book)
     daemon.main(argv)
 
 

@@ -1,10 +1,7 @@
 """How hard the attacks are: a few rounds with the suite, all by `make attack`."""
 
-import os
-from pathlib import Path
-
 import pytest
-from attack_tasks import target
+from attack_tasks import IS_HARD, target
 
 from zstrat.transport import generate_keys
 from zstrat.wire import Job
@@ -13,8 +10,7 @@ from zstrat.wire import Job
 @pytest.fixture(scope="session")
 def rounds():
     """Of an attack that is made again and again: a function of the short number."""
-    hard = os.environ.get("ZSTRAT_ATTACK") == "hard"
-    return lambda few, many: many if hard else few
+    return lambda few, many: many if IS_HARD else few
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +25,12 @@ def keys(folder):
 
 
 @pytest.fixture
-def ps(folder: Path):
+def ps(folder):
     with target(Job.PS, folder) as one:
         yield one
 
 
 @pytest.fixture
-def worker(folder: Path):
+def worker(folder):
     with target(Job.WORKER, folder) as one:
         yield one

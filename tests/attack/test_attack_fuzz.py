@@ -6,7 +6,6 @@ changes what honest peers see of it unless its sender may do that.
 
 import asyncio
 import contextlib
-import os
 import random
 import time
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 from attack_fuzz import made_up, mutated, swollen
 from attack_peers import claim, frame, keyed, raw
 from attack_recorder import recorded
-from attack_tasks import MiB, target
+from attack_tasks import HARD, IS_HARD, MiB, target
 
 from zstrat.config import Limits
 from zstrat.errors import ProtocolError
@@ -72,10 +71,6 @@ is there, end."""
 LATE = 5.0
 """Milliseconds of work of the loop, behind which a message must not wait."""
 
-HARD = pytest.mark.skipif(
-    os.environ.get("ZSTRAT_ATTACK") != "hard", reason="`make attack` does it"
-)
-
 
 class Line:
     """Sends cases on a connection for as long as that lasts."""
@@ -121,7 +116,7 @@ def attack(seeds, connect, chance, cases):
 def seeds(tmp_path_factory):
     """Made up; in the long form also recorded from a training."""
     some = made_up(random.Random(1), SESSION)
-    if os.environ.get("ZSTRAT_ATTACK") == "hard":
+    if IS_HARD:
         for seed in recorded(tmp_path_factory.mktemp("recorded")):
             if seed.header[2:] and isinstance(seed.header[2], int):
                 seed.header[2] = SESSION

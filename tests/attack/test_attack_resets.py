@@ -1,12 +1,11 @@
 """A peer floods, reads nothing, and resets its connection while much of it waits."""
 
-import os
 import time
 from contextlib import ExitStack
 
 import pytest
 from attack_peers import claim, frame, keyed, raw
-from attack_tasks import target
+from attack_tasks import HARD, target
 
 from zstrat.wire import Inspect, Job, encode
 
@@ -29,11 +28,6 @@ def flood(first):
 def wait_until(moment):
     while time.monotonic() < moment:
         time.sleep(0.002)
-
-
-HARD = pytest.mark.skipif(
-    os.environ.get("ZSTRAT_ATTACK") != "hard", reason="`make attack` does it"
-)
 
 
 @pytest.mark.parametrize("job", [Job.PS, pytest.param(Job.WORKER, marks=HARD)])

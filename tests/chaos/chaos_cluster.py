@@ -1,7 +1,5 @@
 """A cluster of daemons on this machine, behind relays, and what can befall it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ The program that makes the machines runs another one on the last of them, which 
 cluster and does the work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

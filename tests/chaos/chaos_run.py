@@ -19,8 +19,6 @@ faults come.
   are lost; with network namespaces, so root alone can have it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -4,8 +4,6 @@ Every update adds one to a slot. A variable must show exactly what was acknowled
 besides what ended without anybody knowing whether it was applied.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections import Counter

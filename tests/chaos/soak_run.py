@@ -11,8 +11,6 @@ The sessions of the first third warm up; from then on nothing may grow, but for 
 memory of this program, in which jax keeps what it has traced of its own functions.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """One session of a program: it connects, makes what it needs, trains, and closes."""
 
-from __future__ import annotations
-
 import gc
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The program ``zstrat``: what it prints, and with which exit code it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -110,12 +108,18 @@ def test_status_of_tf_config(cluster, monkeypatch):
     assert zstrat("status").exit_code == 0
 
 
-def test_status_names_who_does_not_answer(cluster, tmp_path):
+@pytest.fixture
+def one_absent(cluster, tmp_path):
+    """The file of a cluster with a worker more than there are."""
     spec = cluster.spec.as_dict()
     spec["worker"].append("127.0.0.1:9")
-    file = tmp_path / "cluster.toml"
+    file = tmp_path / "absent.toml"
     file.write_text(toml(ClusterSpec(spec)))
-    ran = zstrat("status", "--cluster", str(file), "--timeout", "0.5")
+    return str(file)
+
+
+def test_status_names_who_does_not_answer(one_absent):
+    ran = zstrat("status", "--cluster", one_absent, "--timeout", "0.5")
     assert ran.exit_code == 1
     *_, last = ran.output.splitlines()
     assert last.startswith("task=worker:1 address=127.0.0.1:9 unreachable:")
@@ -143,13 +147,9 @@ def test_doctor_of_a_run_that_does_not_train(file):
     assert second.startswith("no step ended in this time")
 
 
-def test_doctor_of_a_run_names_who_does_not_answer(cluster, tmp_path):
-    spec = cluster.spec.as_dict()
-    spec["worker"].append("127.0.0.1:9")
-    file = tmp_path / "cluster.toml"
-    file.write_text(toml(ClusterSpec(spec)))
+def test_doctor_of_a_run_names_who_does_not_answer(one_absent):
     looks = ("--run", "--json", "--seconds", "0.01", "--timeout", "0.5")
-    ran = zstrat("doctor", *looks, "--cluster", str(file))
+    ran = zstrat("doctor", *looks, "--cluster", one_absent)
     assert ran.exit_code == 1
     found = json.loads(ran.output)
     assert set(found["problems"]) == {"worker:1"}

@@ -1,7 +1,5 @@
 """What ``zstrat`` is told and cannot be: said in a line, with exit code 2."""
 
-from __future__ import annotations
-
 import pytest
 from click.testing import CliRunner
 

@@ -1,8 +1,6 @@
 """``zstrat up`` and ``zstrat down`` with a program in the place of ssh that says what a
 daemon says: what they leave of a folder, whom they end, and how they end themselves."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -11,16 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
 
 from zstrat.cli import main
 from zstrat.transport import hello
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SSH = """#!/bin/sh
 for word; do [ "$word" = -G ] && asks=1; done
@@ -37,7 +31,7 @@ IS_ENDED_AT_THE_START = "kill -TERM ${STARTER:-$PPID}; cat > /dev/null"
 
 
 @pytest.fixture
-def hosts(tmp_path, monkeypatch) -> Path:
+def hosts(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     folder = tmp_path / "a b"
     folder.mkdir()
@@ -50,12 +44,12 @@ def zstrat(*words):
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
-def ssh(folder: Path, said: str) -> None:
+def ssh(folder, said):
     (folder / "ssh").write_text(SSH.format(said=said))
     (folder / "ssh").chmod(0o700)
 
 
-def serves() -> str:
+def serves():
     mine = hello("ps", 0, 1)
     greeting = {"protocol": mine.protocol, "versions": dict(mine.versions)}
     return SERVES.format(greeting=json.dumps(greeting))

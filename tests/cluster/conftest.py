@@ -8,16 +8,12 @@ import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from tpu_service import ATTRIBUTES, tell
 
 from zstrat.cluster import _gpu_shares
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 @dataclass
@@ -32,21 +28,21 @@ class Web:
     port: int = 0
 
     @property
-    def host(self) -> str:
+    def host(self):
         return f"127.0.0.1:{self.port}"
 
-    def put(self, path: str, body: Any, status: int = 200, **headers: str) -> None:
+    def put(self, path, body, status=200, **headers):
         text = body if isinstance(body, str) else json.dumps(body)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         self.pages[path] = (status, named, text)
 
 
 @pytest.fixture
-def web() -> Iterator[Web]:
+def web():
     pages = Web()
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             parts = urlsplit(self.path)
             headers = {name.lower(): value for name, value in self.headers.items()}
             pages.asked.append((parts.path, parse_qs(parts.query), headers))
@@ -60,7 +56,7 @@ def web() -> Iterator[Web]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -75,7 +71,7 @@ def web() -> Iterator[Web]:
 
 
 @pytest.fixture(autouse=True)
-def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_share(monkeypatch):
     """Every test is a process that has not taken a share of its node's GPUs."""
     monkeypatch.setattr(_gpu_shares, "_taken", None)
 
@@ -85,11 +81,11 @@ BUS = Path("/sys/bus/pci/devices")
 
 
 @pytest.fixture
-def kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def kernel_chooses(monkeypatch):
     """Lets Linux tell other words of the ports that it chooses."""
     read_text = Path.read_text
 
-    def tell(words: str) -> None:
+    def tell(words):
         monkeypatch.setattr(
             Path,
             "read_text",
@@ -102,7 +98,7 @@ def kernel_chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def cards(tmp_path, monkeypatch):
     """Lets Linux tell of these cards alone: of each its vendor and its device."""
     glob = Path.glob
     monkeypatch.setattr(
@@ -111,7 +107,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
         lambda path, *how: glob(tmp_path / "bus" if path == BUS else path, *how),
     )
 
-    def plug(*pairs: tuple[str, str]) -> None:
+    def plug(*pairs):
         for number, (vendor, device) in enumerate(pairs):
             card = tmp_path / "bus" / f"0000:00:{number:02x}.0"
             card.mkdir(parents=True)
@@ -135,7 +131,7 @@ TPU_VARIABLES = (
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def nowhere(monkeypatch):
     """A machine that is no TPU's, and has no metadata server."""
     for name in TPU_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -143,7 +139,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def metadata(web: Web, monkeypatch: pytest.MonkeyPatch) -> Web:
+def metadata(web, monkeypatch):
     """A machine with a metadata server, which marks its answers as Google's."""
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY")
     monkeypatch.setenv("GCE_METADATA_HOST", web.host)

@@ -1,11 +1,8 @@
 """What each launcher puts into the environment, and the cluster that it means."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,9 +14,6 @@ from zstrat.cluster import (
     launched_together,
     resolver_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 LAUNCHERS = ("OMPI", "PM", "SLURM", "TF_CONFIG", "JAX", "NUM_PROC", "JOB_", "SKYPILOT")
 
@@ -51,12 +45,12 @@ POD = "run-1.pods.default.svc.cluster.local"
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean(monkeypatch):
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
 
 
-def hosts(env: Mapping[str, str], host: str = "") -> tuple[int, list[str]]:
+def hosts(env, host=""):
     """The rank, and the hosts of all; their ports have to be fit for the purpose."""
     launch = launch_in(env, host)
     assert launch is not None
@@ -66,7 +60,7 @@ def hosts(env: Mapping[str, str], host: str = "") -> tuple[int, list[str]]:
     return launch.rank, [each.rpartition(":")[0] for each in launch.addresses]
 
 
-def test_kubeflow_for_jax() -> None:
+def test_kubeflow_for_jax():
     names = [f"run-node-0-{rank}.run" for rank in range(3)]
     assert hosts(TRAIN_JOB) == (2, names)
     assert hosts(JAX_JOB) == (0, ["run-worker-0", "run-worker-1"])
@@ -76,7 +70,7 @@ def test_kubeflow_for_jax() -> None:
     assert "run-node-0-0.run:1234" not in ours.addresses  # that is jax's own
 
 
-def test_processes_of_one_host() -> None:
+def test_processes_of_one_host():
     assert hosts(OPEN_MPI) == (1, ["127.0.0.1"] * 2)
     local = {**TRAIN_JOB, "JAX_COORDINATOR_ADDRESS": "localhost:1234"}
     assert launch_in(local).addresses[2] == "localhost:1237"
@@ -85,25 +79,25 @@ def test_processes_of_one_host() -> None:
     assert first.addresses != second.addresses
 
 
-def test_nodes_of_skypilot() -> None:
+def test_nodes_of_skypilot():
     assert hosts(SKY) == (1, ["10.0.0.1", "10.0.0.2"])
 
 
-def test_pods_of_an_indexed_job_and_of_a_job_set() -> None:
+def test_pods_of_an_indexed_job_and_of_a_job_set():
     rest = "pods.default.svc.cluster.local"
     assert hosts(INDEXED, POD) == (1, [f"run-{each}.{rest}" for each in range(3)])
     set_of_jobs = "run-workers-0-1.run.default.svc.cluster.local"
     assert hosts(INDEXED, set_of_jobs)[1][2].startswith("run-workers-0-2.run.")
 
 
-def test_whoever_knows_the_addresses_goes_before_who_does_not() -> None:
+def test_whoever_knows_the_addresses_goes_before_who_does_not():
     """Processes of an MPIJob: MPI does not say where the others are."""
     far = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     assert launch_in(far).addresses is None
     assert hosts({**far, **SKY})[1] == ["10.0.0.1", "10.0.0.2"]
 
 
-def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
+def test_srun_goes_before_the_mpi_that_it_speaks():
     mpi = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "PMI_JOBID": "7.0"}
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
     for started, by in (
@@ -130,9 +124,7 @@ def test_srun_goes_before_the_mpi_that_it_speaks() -> None:
         ({**INDEXED, "JOB_COMPLETION_INDEX": "3"}, POD, "NUM_PROCESSES=3"),
     ],
 )
-def test_several_that_cannot_find_each_other(
-    env: dict[str, str], host: str, words: str
-) -> None:
+def test_several_that_cannot_find_each_other(env, host, words):
     with pytest.raises(ValueError, match=words):
         resolver_of(launch_in(env, host))
 
@@ -147,12 +139,12 @@ def test_several_that_cannot_find_each_other(
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
     ],
 )
-def test_one_alone(env: dict[str, str]) -> None:
+def test_one_alone(env):
     assert launch_in(env) is None
     assert launched_together(env) is None
 
 
-def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_this_process(monkeypatch):
     assert isinstance(detect(), TFConfigClusterResolver)
     assert detect().cluster_spec() == ClusterSpec({})
     for name, value in INDEXED.items():
@@ -180,9 +172,7 @@ def test_the_environment_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"type": "ps", "index": 1}, {"ps": {1: "p1:1"}}),
     ],
 )
-def test_sparse_cluster_of_kubeflow(
-    monkeypatch: pytest.MonkeyPatch, task: dict[str, object], ps: dict[str, object]
-) -> None:
+def test_sparse_cluster_of_kubeflow(monkeypatch, task, ps):
     worker = {"worker": {"4": "w4:1"}} if task["type"] == "worker" else {}
     named = ["p0:1", "p1:1"] if worker else ["p1:1"]
     config = {"sparseCluster": {**worker, "ps": named}, "task": task}

@@ -1,10 +1,7 @@
 """Instance groups as Compute Engine answers, to a double and to Google's library."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import Any
 
 import pytest
 
@@ -13,11 +10,9 @@ from zstrat.cluster import GCEClusterResolver, UnionResolver
 ZONE = "https://www.googleapis.com/compute/v1/projects/my-project/zones/us-east1-d"
 
 
-def listing(
-    *names: str, page: str | None = None, status: str = "RUNNING"
-) -> dict[str, Any]:
+def listing(*names, page=None, status="RUNNING"):
     """An answer to instanceGroups.listInstances; without instances it has no items."""
-    answer: dict[str, Any] = {
+    answer = {
         "kind": "compute#instanceGroupsListInstances",
         "id": "projects/my-project/zones/us-east1-d/instanceGroups/my-group",
         "selfLink": f"{ZONE}/instanceGroups/my-group/listInstances",
@@ -31,7 +26,7 @@ def listing(
     return answer
 
 
-def instance(name: str, address: str | None) -> dict[str, Any]:
+def instance(name, address):
     """An answer to instances.get (shortened)."""
     interface = {
         "kind": "compute#networkInterface",
@@ -51,30 +46,26 @@ def instance(name: str, address: str | None) -> dict[str, Any]:
 
 
 class Request:
-    def __init__(self, answer: dict[str, Any]) -> None:
+    def __init__(self, answer):
         self.answer = answer
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self):
         return self.answer
 
 
 class Service:
     """The "compute" service, with its methods' true names and arguments."""
 
-    def __init__(
-        self, pages: list[list[str]], addresses: dict[str, str | None]
-    ) -> None:
+    def __init__(self, pages, addresses):
         self.pages, self.addresses = pages, addresses
 
-    def instanceGroups(self) -> Service:
+    def instanceGroups(self):
         return self
 
-    def instances(self) -> Service:
+    def instances(self):
         return self
 
-    def listInstances(
-        self, *, project: str, zone: str, instanceGroup: str, body: Any, orderBy: str
-    ) -> Request:
+    def listInstances(self, *, project, zone, instanceGroup, body, orderBy):
         assert (project, zone, instanceGroup) == (
             "my-project",
             "us-east1-d",
@@ -83,17 +74,15 @@ class Service:
         assert (body, orderBy) == ({"instanceState": "RUNNING"}, "name")
         return self._page(0)
 
-    def listInstances_next(
-        self, previous_request: Request, previous_response: dict[str, Any]
-    ) -> Request | None:
+    def listInstances_next(self, previous_request, previous_response):
         token = previous_response.get("nextPageToken")
         return self._page(int(token)) if token else None
 
-    def _page(self, number: int) -> Request:
+    def _page(self, number):
         more = str(number + 1) if number + 1 < len(self.pages) else None
         return Request(listing(*self.pages[number], page=more))
 
-    def get(self, *, project: str, zone: str, instance: str) -> Request:
+    def get(self, *, project, zone, instance):
         assert (project, zone) == ("my-project", "us-east1-d")
         return Request(globals()["instance"](instance, self.addresses[instance]))
 
@@ -101,13 +90,13 @@ class Service:
 GROUP = ("my-project", "us-east1-d", "my-group", 8470)
 
 
-def resolver_for(pages: list[list[str]], **options: Any) -> GCEClusterResolver:
+def resolver_for(pages, **options):
     names = [name for page in pages for name in page]
     addresses = {name: f"10.1.0.{len(names) - at}" for at, name in enumerate(names)}
     return GCEClusterResolver(*GROUP, service=Service(pages, addresses), **options)
 
 
-def test_instances_are_in_the_order_of_their_addresses() -> None:
+def test_instances_are_in_the_order_of_their_addresses():
     resolver = resolver_for([["a", "b"], ["c"]])
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["10.1.0.1:8470", "10.1.0.2:8470", "10.1.0.3:8470"]
@@ -121,7 +110,7 @@ def test_instances_are_in_the_order_of_their_addresses() -> None:
         resolver.master(task_id=3)
 
 
-def test_task() -> None:
+def test_task():
     resolver = resolver_for([["a", "b"]], task_type="ps", task_id=1, rpc_layer=None)
     assert resolver.cluster_spec().as_dict() == {
         "ps": ["10.1.0.1:8470", "10.1.0.2:8470"]
@@ -135,17 +124,17 @@ def test_task() -> None:
         resolver.task_type = "worker"
 
 
-def test_a_group_without_instances() -> None:
+def test_a_group_without_instances():
     assert resolver_for([[]]).cluster_spec().num_tasks("worker") == 0
 
 
-def test_an_instance_without_an_address() -> None:
+def test_an_instance_without_an_address():
     resolver = GCEClusterResolver(*GROUP, service=Service([["a"]], {"a": None}))
     with pytest.raises(RuntimeError, match=r"'a'.*'my-group'"):
         resolver.cluster_spec()
 
 
-def test_groups_are_united() -> None:
+def test_groups_are_united():
     union = UnionResolver(
         resolver_for([["a", "b"]]), resolver_for([["c"]], task_type="ps")
     )
@@ -155,20 +144,20 @@ def test_groups_are_united() -> None:
     }
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     resolver = GCEClusterResolver(*GROUP)
     with pytest.raises(ImportError, match=r"'zstrat\[gce\]'"):
         resolver.cluster_spec()
 
 
-def test_the_true_requests() -> None:
+def test_the_true_requests():
     """By the description of the service that the library brings: it refuses names and
     arguments that there are not."""
     discovery = pytest.importorskip("googleapiclient.discovery")
     from googleapiclient.http import HttpMockSequence
 
-    def answer(body: dict[str, Any]) -> tuple[dict[str, str], str]:
+    def answer(body):
         return {"status": "200"}, json.dumps(body)
 
     http = HttpMockSequence(
@@ -194,7 +183,7 @@ def test_the_true_requests() -> None:
     ]
 
 
-def test_a_group_that_is_not_there() -> None:
+def test_a_group_that_is_not_there():
     discovery = pytest.importorskip("googleapiclient.discovery")
     from googleapiclient.errors import HttpError
     from googleapiclient.http import HttpMockSequence
@@ -207,9 +196,7 @@ def test_a_group_that_is_not_there() -> None:
         GCEClusterResolver(*GROUP, service=service).cluster_spec()
 
 
-def test_a_machine_without_credentials(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_a_machine_without_credentials(monkeypatch, tmp_path):
     pytest.importorskip("googleapiclient")
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))

@@ -1,18 +1,12 @@
 """How tasks of one machine divide the GPUs that they all see."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.cluster import detect, parts_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -32,18 +26,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
         ({VISIBLE: "0,1", "JAX_PLATFORMS": ""}, ["0", "1"]),
     ],
 )
-def test_parts_of_two_tasks(env: dict[str, str], parts: list[str]) -> None:
+def test_parts_of_two_tasks(env, parts):
     assert [",".join(part) for part in parts_of(env, 2)] == parts
 
 
-def test_who_is_alone_keeps_all() -> None:
+def test_who_is_alone_keeps_all():
     assert parts_of({VISIBLE: "0,1"}, 1) == [[]]
     assert parts_of({}, 0) == []
 
 
-def test_gpus_that_the_driver_lists(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_that_the_driver_lists(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert parts_of({}, 2) == [[], []]
     driver = tmp_path / "nvidia-smi"
@@ -56,9 +48,7 @@ def test_gpus_that_the_driver_lists(
 
 
 @given(st.integers(1, 16), st.integers(2, 16), st.integers(0, 15))
-def test_no_gpu_is_of_two_tasks_where_there_are_enough(
-    gpus: int, tasks: int, first: int
-) -> None:
+def test_no_gpu_is_of_two_tasks_where_there_are_enough(gpus, tasks, first):
     """Each sees its list in another order, as under ``dask cuda worker``."""
     shown = [str((first + at) % gpus) for at in range(gpus)]
     parts = parts_of({VISIBLE: ",".join(shown)}, tasks)
@@ -69,7 +59,7 @@ def test_no_gpu_is_of_two_tasks_where_there_are_enough(
     assert len(flat) == max(tasks, tasks * (gpus // tasks))
 
 
-def test_ranks_of_mpi_divide_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_mpi_divide_them(monkeypatch):
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     for name in ("TF_CONFIG", "JAX_PLATFORMS"):

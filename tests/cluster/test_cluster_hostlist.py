@@ -1,7 +1,5 @@
 """Slurm's lists, as ``scontrol show hostnames`` expands them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -31,7 +29,7 @@ from zstrat.cluster import expand_hostlist, expand_tasks_per_node
         ("", ""),
     ],
 )  # fmt: skip
-def test_hosts(hostlist: str, hosts: str) -> None:
+def test_hosts(hostlist, hosts):
     assert expand_hostlist(hostlist) == hosts.split()
 
 
@@ -57,13 +55,13 @@ def test_hosts(hostlist: str, hosts: str) -> None:
         (",".join(f"{x}[1-9999]" for x in "abcdefgh"), "69993 entries"),
     ],
 )
-def test_what_is_no_list_of_hosts(hostlist: str, words: str) -> None:
+def test_what_is_no_list_of_hosts(hostlist, words):
     with pytest.raises(ValueError, match=f"^Invalid hostlist format .*: .*{words}"):
         expand_hostlist(hostlist)
 
 
 @st.composite
-def ranges(draw: st.DrawFn) -> tuple[str, list[str]]:
+def ranges(draw):
     """A bracket as Slurm writes it, and what it stands for."""
     texts, values = [], []
     for _ in range(draw(st.integers(1, 3))):
@@ -80,8 +78,8 @@ WORDS = st.text("abn-.5", min_size=1, max_size=4).map(lambda word: (word, [word]
 
 @given(st.lists(st.lists(WORDS | ranges(), min_size=1, max_size=3), max_size=4))
 def test_every_list_that_slurm_can_write(
-    parts: list[list[tuple[str, list[str]]]],
-) -> None:
+    parts,
+):
     text = ",".join("".join(piece for piece, _ in part) for part in parts)
     expected = [
         "".join(chosen)
@@ -92,7 +90,7 @@ def test_every_list_that_slurm_can_write(
 
 
 @given(st.text("n1-0[],x ", max_size=12))
-def test_any_text_is_expanded_or_refused(text: str) -> None:
+def test_any_text_is_expanded_or_refused(text):
     try:
         hosts = expand_hostlist(text)
     except ValueError as error:
@@ -112,19 +110,19 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
         ("10(x1),0", [10, 0]),
     ],
 )
-def test_tasks_per_node(text: str, tasks: list[int]) -> None:
+def test_tasks_per_node(text, tasks):
     assert expand_tasks_per_node(text) == tasks
 
 
 @pytest.mark.parametrize(
     "text", ["", "3(2)", "3(x2", "x", "3,", "-1", "3(x)", "\u0661"]
 )
-def test_what_is_no_list_of_tasks(text: str) -> None:
+def test_what_is_no_list_of_tasks(text):
     words = r"\b3\b.*\b3\b"
     with pytest.raises(ValueError, match=words):
         expand_tasks_per_node(text)
 
 
-def test_a_list_of_tasks_is_bounded() -> None:
+def test_a_list_of_tasks_is_bounded():
     with pytest.raises(ValueError, match=r"\b65536\b"):
         expand_tasks_per_node("1(x65537)")

@@ -1,29 +1,20 @@
 """Pods as the API server lists them, asked by the real client library."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from zstrat.cluster import ExecutableLocation, KubernetesClusterResolver
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from .conftest import Web
-
 PODS = "/api/v1/pods"
 
 
-def pod(name: str, ip: str, phase: str = "Running") -> dict[str, Any]:
+def pod(name, ip, phase="Running"):
     """A pod of a Job, as `GET /api/v1/pods` shows it (shortened)."""
-    status: dict[str, Any] = {
+    status = {
         "phase": phase,
         "qosClass": "Burstable",
         "conditions": [
@@ -70,7 +61,7 @@ def pod(name: str, ip: str, phase: str = "Running") -> dict[str, Any]:
     }
 
 
-def pod_list(*pods: dict[str, Any]) -> dict[str, Any]:
+def pod_list(*pods):
     return {
         "kind": "PodList",
         "apiVersion": "v1",
@@ -80,13 +71,11 @@ def pod_list(*pods: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def kubeconfig(
-    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+def kubeconfig(web, tmp_path, monkeypatch):
     """Writes the file that kubectl uses, for the server of the test."""
     path = tmp_path / "config"
 
-    def write(server: str = f"http://{web.host}") -> None:
+    def write(server=f"http://{web.host}"):
         path.write_text(
             json.dumps(
                 {
@@ -108,7 +97,7 @@ def kubeconfig(
     return write
 
 
-def test_a_client_of_ones_own(web: Web) -> None:
+def test_a_client_of_ones_own(web):
     web.put(
         f"{PODS}?labelSelector=job-name%3Dtensorflow",
         pod_list(pod("tf-b", "10.0.0.2"), pod("tf-a", "10.0.0.9")),
@@ -125,7 +114,7 @@ def test_a_client_of_ones_own(web: Web) -> None:
     assert resolver.num_accelerators() == {}
 
 
-def test_the_client_of_this_place(web: Web, kubeconfig: Callable[..., None]) -> None:
+def test_the_client_of_this_place(web, kubeconfig):
     kubeconfig()
     json_type = {"Content_Type": "application/json"}
     web.put(
@@ -156,17 +145,17 @@ def test_the_client_of_this_place(web: Web, kubeconfig: Callable[..., None]) -> 
         resolver.master("worker", 3)
 
 
-def test_pods_know_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seen(name: str, ip: str) -> Any:
+def test_pods_know_who_they_are(monkeypatch):
+    def seen(name, ip):
         status = SimpleNamespace(phase="Running", pod_ip=ip, host_ip="172.18.0.3")
         return SimpleNamespace(metadata=SimpleNamespace(name=name), status=status)
 
     class Double:
-        def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
+        def list_pod_for_all_namespaces(self, label_selector):
             pods = [seen(f"w-{n}", f"10.0.0.{n}") for n in (10, 9, 2)]
             return SimpleNamespace(items=[*pods, seen("w-0", "fd00::7")])
 
-    def resolver(**given: Any) -> KubernetesClusterResolver:
+    def resolver(**given):
         within = ExecutableLocation.WITHIN_CLUSTER
         return KubernetesClusterResolver(
             override_client=Double(), executable_location=within, **given
@@ -187,9 +176,7 @@ def test_pods_know_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Succeeded", "Failed", "Unknown"])
-def test_a_pod_that_does_not_run(
-    web: Web, kubeconfig: Callable[..., None], phase: str
-) -> None:
+def test_a_pod_that_does_not_run(web, kubeconfig, phase):
     kubeconfig()
     pods = pod_list(pod("tf-0", "10.0.0.2"), pod("tf-1", "10.0.0.3", phase))
     web.put(PODS, pods, Content_Type="application/json")
@@ -198,7 +185,7 @@ def test_a_pod_that_does_not_run(
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_an_account_that_may_not_ask(web: Web, kubeconfig: Callable[..., None]) -> None:
+def test_an_account_that_may_not_ask(web, kubeconfig):
     kubeconfig()
     message = (
         'pods is forbidden: User "system:serviceaccount:default:default" cannot list '
@@ -224,7 +211,7 @@ def test_an_account_that_may_not_ask(web: Web, kubeconfig: Callable[..., None]) 
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_nobody_answers(kubeconfig: Callable[..., None]) -> None:
+def test_nobody_answers(kubeconfig):
     kubeconfig("http://127.0.0.1:1")
     words = r"\b127\b.*\b0\b.*\b0\b"
     with pytest.raises(RuntimeError, match=words):
@@ -238,36 +225,32 @@ def test_nobody_answers(kubeconfig: Callable[..., None]) -> None:
         (ExecutableLocation.OFF_CLUSTER, r"\(OFF_CLUSTER\): Invalid kube-config file"),
     ],
 )
-def test_a_place_that_knows_no_kubernetes(
-    kubeconfig: Callable[..., None], location: ExecutableLocation, words: str
-) -> None:
+def test_a_place_that_knows_no_kubernetes(kubeconfig, location, words):
     resolver = KubernetesClusterResolver(executable_location=location)
     with pytest.raises(RuntimeError, match=f"cannot be reached from here {words}"):
         resolver.cluster_spec()
 
 
-def test_a_pod_is_within_the_cluster(
-    kubeconfig: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_is_within_the_cluster(kubeconfig, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.delenv("KUBERNETES_SERVICE_PORT", raising=False)
     with pytest.raises(RuntimeError, match=r"\(WITHIN_CLUSTER\)"):
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     resolver = KubernetesClusterResolver()
     with pytest.raises(ImportError, match=r"'zstrat\[kubernetes\]'"):
         resolver.cluster_spec()
 
 
-def test_a_client_of_ones_own_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_ones_own_needs_no_library(monkeypatch):
     """Such as a double, or a client with other rights; it is asked as TF asks it."""
     monkeypatch.setitem(sys.modules, "kubernetes", None)
 
     class Double:
-        def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
+        def list_pod_for_all_namespaces(self, label_selector):
             assert label_selector == "job-name=tensorflow"
             status = SimpleNamespace(phase="Running", pod_ip="10.0.0.2")
             named = SimpleNamespace(name="tf-0")

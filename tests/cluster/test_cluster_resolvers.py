@@ -1,9 +1,6 @@
 """Resolvers answer by TensorFlow's rules; a mistake is named by its key."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,10 +15,6 @@ from zstrat.cluster import (
     UnionResolver,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 CLUSTER = {
     "ps": ["ps0:2222", "ps1:2222"],
     "worker": ["worker0:2222", "worker1:2222", "worker2:2222"],
@@ -30,10 +23,10 @@ SPEC = ClusterSpec(CLUSTER)
 
 
 @pytest.fixture
-def tf_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def tf_config(monkeypatch):
     """Sets TF_CONFIG; a text goes in as it is, None unsets it."""
 
-    def put(value: Any) -> None:
+    def put(value):
         if value is None:
             monkeypatch.delenv("TF_CONFIG", raising=False)
         else:
@@ -43,7 +36,7 @@ def tf_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     return put
 
 
-def test_simple_answers_what_it_was_given() -> None:
+def test_simple_answers_what_it_was_given():
     resolver = SimpleClusterResolver(
         SPEC, "m:1", "ps", 0, "cloud", {"GPU": 2}, rpc_layer="tcp"
     )
@@ -60,7 +53,7 @@ def test_simple_answers_what_it_was_given() -> None:
         resolver.master("worker", 3)
 
 
-def test_simple_defaults_and_setters() -> None:
+def test_simple_defaults_and_setters():
     resolver = SimpleClusterResolver(SPEC)
     assert resolver.master() == ""
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None,) * 3
@@ -70,22 +63,20 @@ def test_simple_defaults_and_setters() -> None:
     assert resolver.master("ps", 0) == "tcp://ps0:2222"
 
 
-def test_simple_refuses_other_types() -> None:
+def test_simple_refuses_other_types():
     with pytest.raises(TypeError, match="`ClusterSpec`"):
-        SimpleClusterResolver(CLUSTER)  # type: ignore[arg-type]
+        SimpleClusterResolver(CLUSTER)
     with pytest.raises(TypeError, match="master must be a string, got int"):
-        SimpleClusterResolver(SPEC, master=1)  # type: ignore[arg-type]
+        SimpleClusterResolver(SPEC, master=1)
 
 
 @pytest.mark.shows("tf.distribute.cluster_resolver.ClusterResolver")
-def test_a_resolver_of_your_own_needs_two_methods() -> None:
+def test_a_resolver_of_your_own_needs_two_methods():
     class Mine(ClusterResolver):
-        def cluster_spec(self) -> ClusterSpec:
+        def cluster_spec(self):
             return SPEC
 
-        def master(
-            self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None
-        ) -> str:
+        def master(self, task_type=None, task_id=None, rpc_layer=None):
             return "me:1"
 
     mine = Mine()
@@ -94,19 +85,17 @@ def test_a_resolver_of_your_own_needs_two_methods() -> None:
     mine.task_id = 0
     assert mine.task_id == 0
     with pytest.raises(TypeError, match="abstract"):
-        ClusterResolver()  # type: ignore[abstract]
+        ClusterResolver()
 
 
 @pytest.mark.parametrize("number", ["x", 0.5, True, -1, [1]])
-def test_a_number_of_a_task_that_is_none(number: Any) -> None:
+def test_a_number_of_a_task_that_is_none(number):
     with pytest.raises(ValueError, match=r"task_id.*\b0\b"):
         _ = SimpleClusterResolver(SPEC, task_id=number).task_id
 
 
 @pytest.mark.parametrize("number", [0, "1", np.int64(1), 1.0])
-def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(
-    tf_config: Callable[[Any], None], number: Any
-) -> None:
+def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(tf_config, number):
     tf_config({"cluster": CLUSTER, "task": {"type": "ps", "index": 2}})
     union = UnionResolver(SimpleClusterResolver(SPEC, task_id=7))
     for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(SPEC), union):
@@ -117,8 +106,8 @@ def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(
 
 
 def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
-    tf_config: Callable[[Any], None], file: Callable[[str], Path]
-) -> None:
+    tf_config, file
+):
     tf_config({"cluster": CLUSTER, "rpc_layer": "grpc"})
     assert TFConfigClusterResolver().master("ps", 0, "") == "ps0:2222"
     assert TomlClusterResolver(file(FILE), rpc_layer="tcp").master("ps", 0, "") == "c:1"
@@ -139,13 +128,13 @@ def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
         "[fe80::1%2]",
     ],
 )
-def test_hosts_that_are_some(tf_config: Callable[[Any], None], host: str) -> None:
+def test_hosts_that_are_some(tf_config, host):
     tf_config({"cluster": {"ps": [f"{host}:1"]}})
     assert TFConfigClusterResolver().cluster_spec().task_address("ps", 0) == f"{host}:1"
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", "{}", {}])
-def test_tf_config_unset_or_empty(tf_config: Callable[[Any], None], value: Any) -> None:
+def test_tf_config_unset_or_empty(tf_config, value):
     tf_config(value)
     resolver = TFConfigClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec({})
@@ -158,7 +147,7 @@ def test_tf_config_unset_or_empty(tf_config: Callable[[Any], None], value: Any) 
 @pytest.mark.shows("tf.distribute.cluster_resolver.TFConfigClusterResolver")
 @pytest.mark.shows("TF_CONFIG", "ClusterResolver.cluster_spec")
 @pytest.mark.shows("ClusterResolver.task_type", "ClusterResolver.task_id")
-def test_tf_config_full(tf_config: Callable[[Any], None]) -> None:
+def test_tf_config_full(tf_config):
     tf_config(
         {
             "cluster": CLUSTER,
@@ -178,8 +167,8 @@ def test_tf_config_full(tf_config: Callable[[Any], None]) -> None:
 
 
 def test_tf_config_is_read_again_at_every_question(
-    tf_config: Callable[[Any], None],
-) -> None:
+    tf_config,
+):
     tf_config(None)
     resolver = TFConfigClusterResolver()
     tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": "2"}})
@@ -189,8 +178,8 @@ def test_tf_config_is_read_again_at_every_question(
 
 
 def test_tf_config_arguments_and_setters_go_first(
-    tf_config: Callable[[Any], None],
-) -> None:
+    tf_config,
+):
     tf_config(
         {
             "cluster": CLUSTER,
@@ -210,8 +199,8 @@ def test_tf_config_arguments_and_setters_go_first(
 
 
 def test_tf_config_keys_of_others_and_the_address_of_an_evaluator_mean_nothing(
-    tf_config: Callable[[Any], None],
-) -> None:
+    tf_config,
+):
     cluster = {"worker": ["a:1"], "evaluator": ["a:1"]}
     task = {"type": "worker", "index": 0, "trial": "1", "cloud": "x"}
     tf_config({"cluster": cluster, "task": task, "job": {}, "model_dir": "gs://a"})
@@ -224,9 +213,7 @@ def test_tf_config_keys_of_others_and_the_address_of_an_evaluator_mean_nothing(
     ("given", "words"),
     [("wrker", "did you mean 'worker'"), ("Chief", "did you mean 'chief'"), (5, "'5'")],
 )
-def test_tf_config_type_of_a_task_that_no_job_has(
-    tf_config: Callable[[Any], None], given: Any, words: str
-) -> None:
+def test_tf_config_type_of_a_task_that_no_job_has(tf_config, given, words):
     tf_config({"cluster": CLUSTER, "task": {"type": given, "index": 0}})
     with pytest.raises(ValueError, match=rf"^TF_CONFIG: task\.type: .*{words}"):
         _ = TFConfigClusterResolver().task_type
@@ -236,8 +223,8 @@ def test_tf_config_type_of_a_task_that_no_job_has(
 
 
 def test_tf_config_takes_the_master_of_tensorflow_1(
-    tf_config: Callable[[Any], None],
-) -> None:
+    tf_config,
+):
     cluster = {"master": ["m:1"], "ps": ["p:1"]}
     tf_config({"cluster": cluster, "task": {"type": "master", "index": 0}})
     resolver = TFConfigClusterResolver()
@@ -246,20 +233,20 @@ def test_tf_config_takes_the_master_of_tensorflow_1(
 
 
 def test_tf_config_session_master_goes_before_all(
-    tf_config: Callable[[Any], None],
-) -> None:
+    tf_config,
+):
     tf_config({"cluster": CLUSTER, "session_master": "s:1", "rpc_layer": "grpc"})
     assert TFConfigClusterResolver().master("worker", 0) == "s:1"
 
 
-def test_tf_config_single_task_has_no_master(tf_config: Callable[[Any], None]) -> None:
+def test_tf_config_single_task_has_no_master(tf_config):
     tf_config({"cluster": {"worker": ["w:1"]}, "rpc_layer": "grpc"})
     assert TFConfigClusterResolver().master() == ""
     tf_config({"cluster": {"worker": {"1": "w:1"}}})
     assert TFConfigClusterResolver().master("worker", 1) == "w:1"
 
 
-def test_tf_config_sparse_job_and_text_index(tf_config: Callable[[Any], None]) -> None:
+def test_tf_config_sparse_job_and_text_index(tf_config):
     tf_config(
         {
             "cluster": {"worker": {"1": "w1:1"}, "ps": ["[::1]:22"]},
@@ -273,7 +260,7 @@ def test_tf_config_sparse_job_and_text_index(tf_config: Callable[[Any], None]) -
     assert resolver.master() == "w1:1"
 
 
-def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
+def test_tf_config_accepts_schemes(tf_config):
     addresses = ["tcp://w0:1", "ipc:///run/zstrat/w1"]
     tf_config({"cluster": {"worker": addresses}})
     assert TFConfigClusterResolver().cluster_spec().job_tasks("worker") == addresses
@@ -344,9 +331,7 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
         ({"sparseCluster": {"wrker": {"0": "a:1"}}}, r"did you mean 'worker'\?"),
     ],
 )
-def test_tf_config_mistakes_in_the_cluster(
-    tf_config: Callable[[Any], None], value: Any, words: str
-) -> None:
+def test_tf_config_mistakes_in_the_cluster(tf_config, value, words):
     tf_config(value)
     with pytest.raises(ValueError, match=words):
         TFConfigClusterResolver().cluster_spec()
@@ -368,9 +353,7 @@ def test_tf_config_mistakes_in_the_cluster(
         ({"task": {"idex": 1}}, r"TF_CONFIG.*'idex'.*'index'"),
     ],
 )
-def test_tf_config_mistakes_in_the_task(
-    tf_config: Callable[[Any], None], value: Any, words: str
-) -> None:
+def test_tf_config_mistakes_in_the_task(tf_config, value, words):
     tf_config(value)
     with pytest.raises(ValueError, match=words):
         _ = TFConfigClusterResolver().task_id
@@ -385,15 +368,13 @@ def test_tf_config_mistakes_in_the_task(
         ({"type": "chief", "index": 0}, "'chief'"),
     ],
 )
-def test_tf_config_master_of_a_task_that_is_not_there(
-    tf_config: Callable[[Any], None], task: Any, words: str
-) -> None:
+def test_tf_config_master_of_a_task_that_is_not_there(tf_config, task, words):
     tf_config({"cluster": CLUSTER, "task": task})
     with pytest.raises(ValueError, match=words):
         TFConfigClusterResolver().master()
 
 
-def test_tf_config_other_texts_must_be_texts(tf_config: Callable[[Any], None]) -> None:
+def test_tf_config_other_texts_must_be_texts(tf_config):
     tf_config({"rpc_layer": 1, "session_master": 2, "environment": 3})
     resolver = TFConfigClusterResolver()
     with pytest.raises(ValueError, match=r"TF_CONFIG.*rpc_layer"):
@@ -412,8 +393,8 @@ ps = ["c:1"]
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
+def file(tmp_path):
+    def write(text):
         path = tmp_path / "cluster.toml"
         path.write_text(text)
         return path
@@ -421,7 +402,7 @@ def file(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_toml_with_and_without_a_task(file: Callable[[str], Path]) -> None:
+def test_toml_with_and_without_a_task(file):
     resolver = TomlClusterResolver(file(FILE))
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["a:1", "b:1"],
@@ -434,14 +415,14 @@ def test_toml_with_and_without_a_task(file: Callable[[str], Path]) -> None:
     assert resolver.master() == "b:1"
 
 
-def test_toml_arguments_go_before_the_file(file: Callable[[str], Path]) -> None:
+def test_toml_arguments_go_before_the_file(file):
     path = str(file(FILE + '[task]\ntype = "ps"\nindex = 1\n'))
     resolver = TomlClusterResolver(path, "worker", 0, rpc_layer="tcp")
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
     assert resolver.master() == "tcp://a:1"
 
 
-def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
+def test_toml_sparse_job(file):
     resolver = TomlClusterResolver(file('[cluster.worker]\n3 = "d:1"\n'))
     assert resolver.cluster_spec() == ClusterSpec({"worker": {3: "d:1"}})
 
@@ -478,21 +459,21 @@ def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
         ("[cluster]\n[task]\nindex = -1", r"task\.index.*\b0\b.*\b1\b"),
     ],
 )
-def test_toml_mistakes(file: Callable[[str], Path], text: str, words: str) -> None:
+def test_toml_mistakes(file, text, words):
     with pytest.raises(ValueError, match=words):
         TomlClusterResolver(file(text))
 
 
-def test_toml_file_that_is_missing(tmp_path: Path) -> None:
+def test_toml_file_that_is_missing(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.toml"):
         TomlClusterResolver(tmp_path / "nowhere.toml")
 
 
-def simple(cluster: Any, **options: Any) -> SimpleClusterResolver:
+def simple(cluster, **options):
     return SimpleClusterResolver(ClusterSpec(cluster), **options)
 
 
-def test_union_of_lists_is_their_concatenation() -> None:
+def test_union_of_lists_is_their_concatenation():
     union = UnionResolver(
         simple({"worker": ["a:1", "b:1"], "ps": ["p:1"]}), simple({"worker": ["c:1"]})
     )
@@ -503,7 +484,7 @@ def test_union_of_lists_is_their_concatenation() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_union_with_a_sparse_part_is_merged_by_index(turned: bool) -> None:
+def test_union_with_a_sparse_part_is_merged_by_index(turned):
     parts = [simple({"worker": ["a:1", "b:1"]}), simple({"worker": {3: "d:1"}})]
     union = UnionResolver(*(reversed(parts) if turned else parts))
     assert union.cluster_spec() == ClusterSpec(
@@ -511,7 +492,28 @@ def test_union_with_a_sparse_part_is_merged_by_index(turned: bool) -> None:
     )
 
 
-def test_union_with_an_index_twice() -> None:
+def union_of(*tasks):
+    return (
+        UnionResolver(
+            *(SimpleClusterResolver(ClusterSpec({"worker": each})) for each in tasks)
+        )
+        .cluster_spec()
+        .as_dict()
+    )
+
+
+@pytest.mark.parametrize("nothing", [[], {}])
+def test_a_part_without_tasks_adds_nothing_to_a_union(nothing):
+    parts = [["a:1"], ["b:1"]]
+    for place in range(3):
+        with_it = [*parts[:place], nothing, *parts[place:]]
+        assert union_of(*with_it) == {"worker": ["a:1", "b:1"]}
+    sparse = {"worker": {0: "a:1", 3: "d:1"}}
+    assert union_of(["a:1"], nothing, {3: "d:1"}) == sparse
+    assert union_of(nothing) == union_of(nothing, []) == {"worker": {}}
+
+
+def test_union_with_an_index_twice():
     union = UnionResolver(
         simple({"worker": ["a:1"]}), simple({"worker": {0: "b:1", 2: "c:1"}})
     )
@@ -519,7 +521,7 @@ def test_union_with_an_index_twice() -> None:
         union.cluster_spec()
 
 
-def test_union_asks_the_first_one() -> None:
+def test_union_asks_the_first_one():
     first = simple(
         {"worker": ["a:1"]},
         master="m:1",
@@ -543,13 +545,13 @@ def test_union_asks_the_first_one() -> None:
     assert overridden.rpc_layer == "x"
 
 
-def test_union_refuses_what_it_cannot_unite() -> None:
+def test_union_refuses_what_it_cannot_unite():
     with pytest.raises(ValueError, match="ClusterResolver"):
         UnionResolver()
     with pytest.raises(ValueError, match="'port'"):
         UnionResolver(simple({}), port=3)
     with pytest.raises(TypeError, match="`ClusterResolver`"):
-        UnionResolver({})  # type: ignore[arg-type]
+        UnionResolver({})
 
 
 def test_a_function_is_asked_again_and_again():

@@ -1,20 +1,18 @@
 """The hosts of a SageMaker job, as its training toolkit tells them."""
 
-from __future__ import annotations
-
 import pytest
 
 from zstrat.cluster import SageMakerClusterResolver
 
 
 @pytest.fixture(autouse=True)
-def job(monkeypatch: pytest.MonkeyPatch) -> None:
+def job(monkeypatch):
     monkeypatch.setenv("SM_HOSTS", '["algo-2","algo-1","algo-3"]')
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
     monkeypatch.setenv("SM_NUM_GPUS", "8")
 
 
-def test_every_host_is_a_worker() -> None:
+def test_every_host_is_a_worker():
     resolver = SageMakerClusterResolver()
     assert resolver.cluster_spec().as_dict() == {
         "worker": ["algo-1:2223", "algo-2:2223", "algo-3:2223"]
@@ -28,7 +26,7 @@ def test_every_host_is_a_worker() -> None:
         resolver.master("ps", 0)
 
 
-def test_arguments_and_setters_go_before_the_environment() -> None:
+def test_arguments_and_setters_go_before_the_environment():
     resolver = SageMakerClusterResolver(
         port=99, task_type="chief", task_id=0, rpc_layer="tcp", environment="aws"
     )
@@ -40,12 +38,12 @@ def test_arguments_and_setters_go_before_the_environment() -> None:
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
 
 
-def test_one_host_needs_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_host_needs_no_master(monkeypatch):
     monkeypatch.setenv("SM_HOSTS", '["algo-2"]')
     assert SageMakerClusterResolver().master() == ""
 
 
-def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus(monkeypatch):
     resolver = SageMakerClusterResolver()
     assert resolver.num_accelerators() == {"GPU": 8}
     monkeypatch.setenv("SM_NUM_GPUS", "0")
@@ -58,7 +56,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["SM_HOSTS", "SM_CURRENT_HOST"])
-def test_outside_of_sagemaker(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_outside_of_sagemaker(monkeypatch, name):
     monkeypatch.delenv(name)
     resolver = SageMakerClusterResolver()
     with pytest.raises(RuntimeError, match=f"Not a SageMaker environment: {name} is"):
@@ -66,13 +64,13 @@ def test_outside_of_sagemaker(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 
 
 @pytest.mark.parametrize("hosts", ["algo-1", "{}", "[]", "[1]", '"algo-1"'])
-def test_hosts_that_are_no_list(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
+def test_hosts_that_are_no_list(monkeypatch, hosts):
     monkeypatch.setenv("SM_HOSTS", hosts)
     with pytest.raises(ValueError, match=r"SM_HOSTS.*JSON"):
         SageMakerClusterResolver().cluster_spec()
 
 
-def test_a_host_that_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_listed(monkeypatch):
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-9")
     with pytest.raises(ValueError, match=r"SM_CURRENT_HOST.*'algo-9'"):
         _ = SageMakerClusterResolver().task_id

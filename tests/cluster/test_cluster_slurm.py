@@ -1,9 +1,7 @@
-"""The tasks of a Slurm step, as srun tells them."""
-
-from __future__ import annotations
+"""The tasks of a Slurm step, as srun tells them, and their GPUs: who has distributed
+them, and what a second resolver finds."""
 
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +14,6 @@ from zstrat.cluster import (
     expand_hostlist,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 FOUR = {
     "SLURM_PROCID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -29,7 +23,7 @@ FOUR = {
 
 
 @pytest.fixture(autouse=True)
-def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def srun(monkeypatch, tmp_path):
     """Gives this process the environment of a task, and no GPU."""
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
@@ -37,7 +31,7 @@ def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def put(*others: dict[str, str], **more: Any) -> None:
+    def put(*others, **more):
         for env in (*others, more):
             for name, value in env.items():
                 monkeypatch.setenv(name, str(value))
@@ -46,8 +40,8 @@ def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 
 
 @pytest.fixture
-def nvidia_smi(tmp_path: Path) -> Callable[[str, int], None]:
-    def install(output: str, status: int = 0) -> None:
+def nvidia_smi(tmp_path):
+    def install(output, status=0):
         path = tmp_path / "nvidia-smi"
         path.write_text(f"#!/bin/sh\ntest \"$1\" = --list-gpus || exit 9\n"
                         f"echo '{output}'\nexit {status}\n")  # fmt: skip
@@ -56,7 +50,7 @@ def nvidia_smi(tmp_path: Path) -> Callable[[str, int], None]:
     return install
 
 
-def test_all_tasks_are_workers_by_default(srun: Callable[..., None]) -> None:
+def test_all_tasks_are_workers_by_default(srun):
     srun(FOUR, SLURM_PROCID=3)
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec(
@@ -70,7 +64,7 @@ def test_all_tasks_are_workers_by_default(srun: Callable[..., None]) -> None:
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) -> None:
+def test_jobs_take_ranks_in_the_order_of_their_names(srun):
     jobs = {"worker": 2, "ps": 1, "chief": 1}
     tasks = []
     for rank in range(4):
@@ -91,14 +85,14 @@ def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) 
         resolver.master("ps", 5)
 
 
-def test_hosts_are_in_the_order_of_slurms_ranks(srun: Callable[..., None]) -> None:
+def test_hosts_are_in_the_order_of_slurms_ranks(srun):
     srun(FOUR, SLURM_STEP_NODELIST="n[9-10],m1", SLURM_STEP_TASKS_PER_NODE="1,2,1")
     assert SlurmClusterResolver().cluster_spec().as_dict() == {
         "worker": ["m1:8888", "n9:8888", "n10:8888", "n10:8889"]
     }
 
 
-def test_nodes_are_ordered_as_slurm_numbers_them(srun: Callable[..., None]) -> None:
+def test_nodes_are_ordered_as_slurm_numbers_them(srun):
     listed, ordered = (
         "b1,n[9-12],n[07-08],a[8-11]x3,a",
         "a,a[8-11]x3,b1,n[07-08],n[9-12]",
@@ -112,15 +106,15 @@ def test_nodes_are_ordered_as_slurm_numbers_them(srun: Callable[..., None]) -> N
 
 
 @pytest.mark.parametrize("tasks", [2, {"t02n41": 2, "t02n13": 2}])
-def test_tasks_per_node_may_be_given(srun: Callable[..., None], tasks: Any) -> None:
+def test_tasks_per_node_may_be_given(srun, tasks):
     srun(FOUR, SLURM_STEP_TASKS_PER_NODE="nonsense")
     spec = SlurmClusterResolver(tasks_per_node=tasks).cluster_spec()
     assert spec.job_tasks("worker")[2] == "t02n41:8888"
 
 
 def test_variables_of_the_job_do_where_the_step_has_none(
-    srun: Callable[..., None],
-) -> None:
+    srun,
+):
     srun(SLURM_STEP_ID=0, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
     spec = SlurmClusterResolver().cluster_spec()
@@ -128,15 +122,15 @@ def test_variables_of_the_job_do_where_the_step_has_none(
 
 
 @pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": 2**32 - 5}])
-def test_a_batch_script_is_no_task(srun: Callable[..., None], step: Any) -> None:
+def test_a_batch_script_is_no_task(srun, step):
     srun(step, SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
     srun(SLURM_TASKS_PER_NODE="2,1")
     with pytest.raises(RuntimeError, match=r"not one of the 3 tasks.*with srun"):
         SlurmClusterResolver({"ps": 1, "worker": 2})
 
 
-def test_two_jobs_on_a_node_have_ports_of_their_own(srun: Callable[..., None]) -> None:
-    def ports(job: int, step: int) -> set[str]:
+def test_two_jobs_on_a_node_have_ports_of_their_own(srun):
+    def ports(job, step):
         srun(FOUR, SLURM_JOB_ID=job, SLURM_STEP_ID=step)
         return set(map(str, SlurmClusterResolver().cluster_spec().job_tasks("worker")))
 
@@ -147,9 +141,7 @@ def test_two_jobs_on_a_node_have_ports_of_their_own(srun: Callable[..., None]) -
 
 
 @pytest.mark.parametrize("missing", FOUR)
-def test_a_missing_variable(
-    srun: Callable[..., None], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_missing_variable(srun, monkeypatch, missing):
     srun(FOUR)
     monkeypatch.delenv(missing)
     with pytest.raises(RuntimeError, match=f"^{missing} not found in environment"):
@@ -171,16 +163,14 @@ def test_a_missing_variable(
         ("SLURM_PROCID", "9" * 5000, r"SLURM_PROCID.*\b0\b"),
     ],
 )
-def test_a_variable_that_cannot_be_read(
-    srun: Callable[..., None], name: str, value: str, words: str
-) -> None:
+def test_a_variable_that_cannot_be_read(srun, name, value, words):
     srun(FOUR, **{name: value})
     with pytest.raises(ValueError, match=words):
         SlurmClusterResolver()
 
 
 @pytest.mark.parametrize("number", [10**13, {"n1": 10**13}])
-def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -> None:
+def test_more_tasks_than_a_cluster_has(srun, number):
     srun(FOUR)
     with pytest.raises(RuntimeError, match=r"SLURM_STEP_TASKS_PER_NODE.*tasks_per"):
         SlurmClusterResolver(tasks_per_node=number)
@@ -189,7 +179,7 @@ def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -
         SlurmClusterResolver()
 
 
-def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
+def test_tasks_that_do_not_add_up(srun):
     srun(FOUR)
     words = r"\b5\b.*\b4\b"
     with pytest.raises(RuntimeError, match=words):
@@ -206,8 +196,8 @@ def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
 
 
 def test_ranks_that_slurm_dealt_out_in_another_order(
-    srun: Callable[..., None],
-) -> None:
+    srun,
+):
     srun(FOUR, SLURM_PROCID=1, SLURMD_NODENAME="t02n13", SLURM_LOCALID=1)
     assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
     srun(SLURMD_NODENAME="t02n41", SLURM_LOCALID=0)
@@ -240,13 +230,13 @@ def test_ranks_that_slurm_dealt_out_in_another_order(
     ],
 )
 def test_share_of_a_task(
-    srun: Callable[..., None],
-    visible: str | None,
-    rank: int,
-    options: dict[str, Any],
-    gpus: int,
-    share: str | None,
-) -> None:
+    srun,
+    visible,
+    rank,
+    options,
+    gpus,
+    share,
+):
     srun(FOUR, SLURM_PROCID=rank)
     if visible is not None:
         srun(CUDA_VISIBLE_DEVICES=visible)
@@ -255,16 +245,7 @@ def test_share_of_a_task(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == share
 
 
-def test_a_second_resolver_leaves_the_share_as_it_is(
-    srun: Callable[..., None],
-) -> None:
-    srun(FOUR, SLURM_PROCID=1, CUDA_VISIBLE_DEVICES="0,1,2,3")
-    SlurmClusterResolver(gpus_per_node=4)
-    SlurmClusterResolver(gpus_per_node=4)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
+def test_more_gpus_than_there_are(srun):
     srun(FOUR, CUDA_VISIBLE_DEVICES="0,1,2,3")
     words = "GPUs"
     with pytest.raises(RuntimeError, match=words):
@@ -273,9 +254,7 @@ def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
         SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)
 
 
-def test_gpus_that_nvidia_smi_lists(
-    srun: Callable[..., None], nvidia_smi: Callable[..., None]
-) -> None:
+def test_gpus_that_nvidia_smi_lists(srun, nvidia_smi):
     srun(FOUR, SLURM_PROCID=1)
     nvidia_smi(
         "GPU 0: NVIDIA H200 (UUID: GPU-6c8b)\n"
@@ -286,9 +265,7 @@ def test_gpus_that_nvidia_smi_lists(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_nvidia_smi_that_fails(
-    srun: Callable[..., None], nvidia_smi: Callable[..., None]
-) -> None:
+def test_nvidia_smi_that_fails(srun, nvidia_smi):
     srun(FOUR)
     nvidia_smi("NVIDIA-SMI has failed: no driver", 9)
     words = "^Could not get number of GPUs from nvidia-smi: .*no driver"
@@ -301,13 +278,13 @@ def test_nvidia_smi_that_fails(
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.data(),
 )
-def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
+def test_every_rank_finds_itself(nodes, data):
     """All ranks see one cluster, each its own address in it, and no GPU twice."""
     total = sum(nodes)
     ps = data.draw(st.integers(0, total), label="ps")
     per_task = data.draw(st.integers(0, 2), label="GPUs per task")
     per_node = max(nodes) * per_task + data.draw(st.integers(0, 3), label="spare")
-    seen: set[tuple[str, str]] = set()
+    seen = set()
     specs, tasks = [], []
     with pytest.MonkeyPatch.context() as patch:
         ranks = [
@@ -334,3 +311,103 @@ def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
     assert all(spec == specs[0] for spec in specs)
     expected = [("ps", at) for at in range(ps)]
     assert tasks == expected + [("worker", at) for at in range(total - ps)]
+
+
+TWO_ON_ONE_NODE = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+
+
+@pytest.fixture
+def task(srun, monkeypatch):
+    """Makes this process a task of a node without nvidia-smi."""
+
+    def task(rank, visible, **variables):
+        srun(TWO_ON_ONE_NODE, SLURM_PROCID=rank, **variables)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    return task
+
+
+def found(**options):
+    """What a resolver says of this task, and what it leaves it to see."""
+    resolver = SlurmClusterResolver(**options)
+    return resolver.num_accelerators(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(("rank", "share"), [(0, "0,1"), (1, "2,3")])
+@pytest.mark.parametrize("options", [{}, {"gpus_per_task": 2}, {"gpus_per_node": 4}])
+@pytest.mark.parametrize("slurm", [{}, {"SLURM_GPUS_ON_NODE": "4"}])
+def test_all_resolvers_of_a_process_find_the_same_share(
+    task,
+    rank,
+    share,
+    options,
+    slurm,
+):
+    task(rank, "0,1,2,3", **slurm)
+    for _ in range(3):
+        assert found(**options) == ({"GPU": 2}, share)
+
+
+def test_a_second_resolver_may_deal_otherwise(task):
+    task(1, "4,5,6,7")
+    assert found() == ({"GPU": 2}, "6,7")
+    assert found(gpus_per_task=1) == ({"GPU": 1}, "5")
+    assert found(gpus_per_task=0) == ({}, "5")
+    assert found(auto_set_gpu=False) == ({"GPU": 2}, "5")
+    assert found() == ({"GPU": 2}, "6,7")
+
+
+def test_a_share_where_no_variable_was_set_before(task):
+    task(1, None)
+    for _ in range(2):
+        assert found(gpus_per_node=4) == ({"GPU": 2}, "2,3")
+
+
+def test_what_somebody_else_has_set_since_is_what_there_is(task, monkeypatch):
+    task(1, "0,1,2,3")
+    assert found() == ({"GPU": 2}, "2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    assert found() == ({"GPU": 1}, "7")
+
+
+@pytest.mark.parametrize(("rank", "devices"), [(0, "0,1"), (1, "2,3")])
+@pytest.mark.parametrize("options", [{}, {"gpus_per_task": 2}])
+def test_what_slurm_has_dealt_out_stays_as_it_is(task, rank, devices, options):
+    task(rank, devices, SLURM_GPUS_ON_NODE="4")
+    for _ in range(2):
+        assert found(**options) == ({"GPU": 2}, devices)
+
+
+def test_one_gpu_for_each_task_by_slurm(task):
+    """In a container of devices all of them see their own as number 0."""
+    task(1, "0", SLURM_GPUS_ON_NODE="2")
+    assert found() == ({"GPU": 1}, "0")
+    assert found(gpus_per_task=1) == ({"GPU": 1}, "0")
+
+
+def test_slurm_knows_how_many_there_are_where_none_are_listed(
+    task,
+):
+    task(1, None, SLURM_GPUS_ON_NODE="4")
+    assert found() == ({"GPU": 2}, "2,3")
+
+
+def test_more_than_slurm_has_given(task):
+    task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="4")
+    words = r"GPUs.*\b2\b.*\b3\b"
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver(gpus_per_task=3)
+
+
+def test_a_number_of_slurm_that_cannot_be_read(task):
+    task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="gpu:4")
+    words = r"SLURM_GPUS_ON_NODE.*\b0\b.*'gpu:4'"
+    with pytest.raises(ValueError, match=words):
+        SlurmClusterResolver()
+    assert found(gpus_per_node=4) == ({"GPU": 2}, "0,1")

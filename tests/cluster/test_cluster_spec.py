@@ -1,9 +1,6 @@
 """ClusterSpec is a value with TensorFlow's answers."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ DENSE = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
 
 
 @pytest.mark.shows("ClusterSpec")
-def test_answers_about_a_dense_job() -> None:
+def test_answers_about_a_dense_job():
     spec = ClusterSpec(DENSE)
     assert spec.jobs == ["worker", "ps"]
     assert spec.num_tasks("worker") == 2
@@ -25,7 +22,7 @@ def test_answers_about_a_dense_job() -> None:
     assert spec.as_dict() == DENSE
 
 
-def test_answers_about_a_sparse_job() -> None:
+def test_answers_about_a_sparse_job():
     spec = ClusterSpec({"worker": {3: "w3:1", 1: "w1:1"}})
     assert spec.num_tasks("worker") == 2
     assert spec.task_indices("worker") == [1, 3]
@@ -33,13 +30,13 @@ def test_answers_about_a_sparse_job() -> None:
     assert spec.as_dict() == {"worker": {1: "w1:1", 3: "w3:1"}}
 
 
-def test_indices_without_a_gap_are_a_list() -> None:
+def test_indices_without_a_gap_are_a_list():
     spec = ClusterSpec({"worker": {1: "b:1", 0: "a:1"}, "ps": ("p:1",), "chief": []})
     assert spec.as_dict() == {"worker": ["a:1", "b:1"], "ps": ["p:1"], "chief": {}}
     assert spec.job_tasks("chief") == []
 
 
-def test_equal_by_contents_and_false_when_empty() -> None:
+def test_equal_by_contents_and_false_when_empty():
     assert ClusterSpec(DENSE) == ClusterSpec(
         {"ps": ["p0:1"], "worker": DENSE["worker"]}
     )
@@ -51,7 +48,7 @@ def test_equal_by_contents_and_false_when_empty() -> None:
     assert not ClusterSpec({})
 
 
-def test_what_it_was_made_of_may_change() -> None:
+def test_what_it_was_made_of_may_change():
     given = {"worker": ["w0:1"]}
     spec = ClusterSpec(given)
     given["worker"].append("w1:1")
@@ -63,7 +60,7 @@ SPARSE = st.dictionaries(st.integers(0, 9), st.text(max_size=5), max_size=4)
 
 
 @given(st.dictionaries(st.text(max_size=5), ADDRESSES | SPARSE, max_size=4))
-def test_as_dict_rebuilds_it(cluster: Any) -> None:
+def test_as_dict_rebuilds_it(cluster):
     spec = ClusterSpec(cluster)
     assert ClusterSpec(spec.as_dict()) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
@@ -82,12 +79,12 @@ def test_as_dict_rebuilds_it(cluster: Any) -> None:
         ({3: ["a:1"]}, r"\b3\b"),
     ],
 )
-def test_other_types_are_type_errors(cluster: Any, words: str) -> None:
+def test_other_types_are_type_errors(cluster, words):
     with pytest.raises(TypeError, match=words):
         ClusterSpec(cluster)
 
 
-def test_unknown_job_and_index() -> None:
+def test_unknown_job_and_index():
     spec = ClusterSpec(DENSE)
     for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks):
         with pytest.raises(ValueError, match="'chief'"):

@@ -1,23 +1,15 @@
 """Which TPU is meant, and its hosts as the TPU service and the metadata server say."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 from tpu_service import Service, node
 
 from zstrat.cluster import TPUClusterResolver
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
 pytestmark = pytest.mark.usefixtures("nowhere")
 
 
 @pytest.mark.shows("tf.distribute.cluster_resolver.TPUClusterResolver")
-def test_the_tpu_in_this_machine() -> None:
+def test_the_tpu_in_this_machine():
     resolver = TPUClusterResolver("local")
     assert not resolver.cluster_spec()
     assert resolver.master() == resolver.get_master() == "local"
@@ -28,22 +20,20 @@ def test_the_tpu_in_this_machine() -> None:
 
 
 @pytest.mark.shows("TPUClusterResolver(tpu='')")
-def test_local_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_by_name(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "local")
     assert TPUClusterResolver(tpu="").master() == "local"
 
 
 @pytest.mark.parametrize(("chip", "devices"), [("0x0027", 8), ("0x0063", 4)])
-def test_devices_in_this_machine(
-    cards: Callable[..., None], chip: str, devices: int
-) -> None:
+def test_devices_in_this_machine(cards, chip, devices):
     """As Linux shows the bus: four chips, a card of Google, and somebody else's."""
     cards(*[("0x1ae0", chip)] * 4, ("0x1ae0", "0x0042"), ("0x8086", chip))
     assert TPUClusterResolver("local").num_accelerators() == {"TPU": devices}
 
 
 @pytest.mark.usefixtures("cards")  # of which none is plugged in: there is no bus
-def test_no_tpu_in_this_machine() -> None:
+def test_no_tpu_in_this_machine():
     resolver = TPUClusterResolver("local")
     assert resolver.num_accelerators() == {"TPU": 0}
     words = "TPU"
@@ -51,7 +41,7 @@ def test_no_tpu_in_this_machine() -> None:
         resolver.get_tpu_system_metadata()
 
 
-def test_metadata_of_a_local_tpu(cards: Callable[..., None]) -> None:
+def test_metadata_of_a_local_tpu(cards):
     cards(("0x1ae0", "0x0027"))
     resolver = TPUClusterResolver("local")
     resolver.set_tpu_topology(b"\x0a\x01")
@@ -73,7 +63,7 @@ def test_metadata_of_a_local_tpu(cards: Callable[..., None]) -> None:
         ("tcp://[::1]:5", ["[::1]:5"], "tcp://[::1]:5"),
     ],
 )
-def test_addresses(tpu: Any, addresses: list[str], master: str) -> None:
+def test_addresses(tpu, addresses, master):
     resolver = TPUClusterResolver(tpu)
     assert resolver.cluster_spec().job_tasks("worker") == addresses
     assert resolver.master() == resolver.get_master() == master
@@ -82,7 +72,7 @@ def test_addresses(tpu: Any, addresses: list[str], master: str) -> None:
         resolver.get_tpu_system_metadata()
 
 
-def test_jobs_and_coordinator() -> None:
+def test_jobs_and_coordinator():
     resolver = TPUClusterResolver(
         "grpc://a:1,grpc://b:2",
         job_name="tpu_worker",
@@ -105,12 +95,12 @@ def test_jobs_and_coordinator() -> None:
 @pytest.mark.parametrize(
     "half", [{"coordinator_name": "c"}, {"coordinator_address": "a:1"}]
 )
-def test_half_a_coordinator(half: Any) -> None:
+def test_half_a_coordinator(half):
     with pytest.raises(ValueError, match="coordinator_name"):
         TPUClusterResolver("local", **half)
 
 
-def test_lists() -> None:
+def test_lists():
     with pytest.raises(ValueError, match="TPU"):
         TPUClusterResolver([])
     with pytest.raises(NotImplementedError, match="TPUs"):
@@ -120,7 +110,7 @@ def test_lists() -> None:
 @pytest.mark.parametrize(
     "address", ["grpc://a:1,,grpc://b:1", "grpc://", "grpc://a:84x0", "grpc://a:"]
 )
-def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+def test_an_address_that_is_none(monkeypatch, address):
     words = "expected addresses of TPU hosts, such as grpc://"
     with pytest.raises(ValueError, match=f"^tpu: {words}"):
         TPUClusterResolver(address)
@@ -130,24 +120,20 @@ def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, address: str) 
             TPUClusterResolver()
 
 
-def test_an_address_of_many_colons_is_one_of_ipv6() -> None:
+def test_an_address_of_many_colons_is_one_of_ipv6():
     resolver = TPUClusterResolver("grpc://[::1]:8470,grpc://[::2]")
     assert resolver.cluster_spec().as_dict() == {"worker": ["[::1]:8470", "[::2]:8470"]}
 
 
 @pytest.mark.parametrize("hosts", ["a,", "a:b", "a:0:"])
-def test_hosts_of_the_environment_that_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch, hosts: str
-) -> None:
+def test_hosts_of_the_environment_that_cannot_be_read(monkeypatch, hosts):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", hosts)
     with pytest.raises(ValueError, match="TPU_WORKER_HOSTNAMES"):
         TPUClusterResolver()
 
 
 @pytest.mark.parametrize("number", ["x", "2", "-1", "9" * 5000])
-def test_a_number_of_the_environment_that_is_none(
-    monkeypatch: pytest.MonkeyPatch, number: str
-) -> None:
+def test_a_number_of_the_environment_that_is_none(monkeypatch, number):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
     monkeypatch.setenv("TPU_WORKER_ID", number)
     with pytest.raises(ValueError, match="TPU_WORKER_ID"):
@@ -155,10 +141,8 @@ def test_a_number_of_the_environment_that_is_none(
 
 
 @pytest.mark.parametrize("tpu", [None, ""])
-def test_the_environment_in_its_order(
-    monkeypatch: pytest.MonkeyPatch, tpu: Any
-) -> None:
-    def master() -> str:
+def test_the_environment_in_its_order(monkeypatch, tpu):
+    def master():
         return TPUClusterResolver(tpu).master()
 
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1")
@@ -177,7 +161,7 @@ def test_the_environment_in_its_order(
     assert TPUClusterResolver("grpc://said:1").master() == "grpc://said:1"
 
 
-def test_a_node_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_the_environment(monkeypatch):
     text = (
         '{"tpu_node_name": "my-tpu", "project": "my-project", "zone": "us-central2-b"}'
     )
@@ -195,14 +179,12 @@ def test_a_node_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     "text",
     ["x", "[]", '{"tpu_node_name": 5}', '{"tpu_node_name": "a", "zone": []}'],
 )
-def test_a_configuration_that_is_none(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_a_configuration_that_is_none(monkeypatch, text):
     monkeypatch.setenv("TPU_CONFIG", text)
     with pytest.raises(ValueError, match=r"TPU_CONFIG.*JSON"):
         TPUClusterResolver()
 
 
-def test_nobody_says_which_tpu() -> None:
+def test_nobody_says_which_tpu():
     with pytest.raises(ValueError, match="TPU"):
         TPUClusterResolver()

@@ -1,18 +1,12 @@
 """The hosts of a TPU, as the TPU service and the metadata server say."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from tpu_service import ATTRIBUTES, Service, named, node, tell
 
 from zstrat.cluster import TPUClusterResolver
-
-if TYPE_CHECKING:
-    from .conftest import Web
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 
@@ -24,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nowhere")
         "unknown:unknown:10.164.0.3,unknown:unknown:10.164.0.4",
     ],
 )
-def test_a_host_of_a_tpu(metadata: Web, workers: str) -> None:
+def test_a_host_of_a_tpu(metadata, workers):
     tell(metadata, f"{ATTRIBUTES}/worker-network-endpoints", workers)
     tell(metadata, f"{ATTRIBUTES}/agent-worker-number", "1")
     tell(metadata, f"{ATTRIBUTES}/accelerator-type", "v4-16")
@@ -39,13 +33,13 @@ def test_a_host_of_a_tpu(metadata: Web, workers: str) -> None:
     assert all(headers["metadata-flavor"] == "Google" for *_, headers in metadata.asked)
 
 
-def test_a_machine_of_google_without_a_tpu(metadata: Web) -> None:
+def test_a_machine_of_google_without_a_tpu(metadata):
     words = "TPU"
     with pytest.raises(ValueError, match=words):
         TPUClusterResolver()
 
 
-def test_workers_that_cannot_be_read(metadata: Web) -> None:
+def test_workers_that_cannot_be_read(metadata):
     tell(metadata, f"{ATTRIBUTES}/worker-network-endpoints", "a:b")
     with pytest.raises(ValueError, match="TPU"):
         TPUClusterResolver()
@@ -62,14 +56,14 @@ def test_workers_that_cannot_be_read(metadata: Web) -> None:
         (503, {"Metadata_Flavor": "Google"}, "with 503 Service Unavailable"),
     ],
 )
-def test_another_server(metadata: Web, status: int, headers: Any, words: str) -> None:
+def test_another_server(metadata, status, headers, words):
     path = f"{ATTRIBUTES}/worker-network-endpoints"
     metadata.put(path, "10.0.0.1", status, **headers)
     with pytest.raises(ValueError, match=f"^Please provide a TPU Name .*{words}"):
         TPUClusterResolver()
 
 
-def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_server_at_all(monkeypatch):
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY")
     monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
     words = "metadata server 127.0.0.1:1 does not answer"
@@ -77,7 +71,7 @@ def test_no_server_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
         TPUClusterResolver()
 
 
-def test_a_tpu_with_a_name() -> None:
+def test_a_tpu_with_a_name():
     service = Service(node())
     resolver = named(service)
     assert resolver.cluster_spec().as_dict() == {
@@ -95,7 +89,7 @@ def test_a_tpu_with_a_name() -> None:
     }
 
 
-def test_project_and_zone_of_this_machine(metadata: Web) -> None:
+def test_project_and_zone_of_this_machine(metadata):
     tell(metadata, "/computeMetadata/v1/project/project-id", "here")
     tell(
         metadata, "/computeMetadata/v1/instance/zone", "projects/12345/zones/eu-west4-a"
@@ -105,7 +99,7 @@ def test_project_and_zone_of_this_machine(metadata: Web) -> None:
     assert service.names == ["projects/here/locations/eu-west4-a/nodes/my-tpu"]
 
 
-def test_an_older_answer_has_one_host() -> None:
+def test_an_older_answer_has_one_host():
     answer = node(ipAddress="10.240.1.2", port="8479", acceleratorType="v3-8")
     del answer["networkEndpoints"]
     resolver = named(Service(answer))
@@ -113,7 +107,7 @@ def test_an_older_answer_has_one_host() -> None:
     assert resolver.num_accelerators() == {"TPU": 8}
 
 
-def test_a_tpu_that_is_not_ready() -> None:
+def test_a_tpu_that_is_not_ready():
     resolver = named(Service(node(state="CREATING"), node()))
     words = r'TPU.*"my-tpu".*"CREATING"'
     with pytest.raises(RuntimeError, match=words):
@@ -121,25 +115,25 @@ def test_a_tpu_that_is_not_ready() -> None:
     assert resolver.cluster_spec().num_tasks("worker") == 2
 
 
-def test_a_tpu_that_there_is_not() -> None:
+def test_a_tpu_that_there_is_not():
     missing = KeyError("no such node")
     with pytest.raises(ValueError, match=r"TPU.*'my-tpu'") as raised:
         named(Service(missing)).cluster_spec()
     assert raised.value.__cause__ is missing
 
 
-def test_a_tpu_that_names_no_hosts() -> None:
+def test_a_tpu_that_names_no_hosts():
     resolver = named(Service(node(networkEndpoints=[])))
     with pytest.raises(ValueError, match="TPUs"):
         resolver.master()
 
 
-def test_a_tpu_without_ports() -> None:
+def test_a_tpu_without_ports():
     answer = node(networkEndpoints=[{"ipAddress": "10.0.0.1"}])
     assert named(Service(answer)).master() == "grpc://10.0.0.1:8470"
 
 
-def test_hosts_with_different_numbers_of_devices() -> None:
+def test_hosts_with_different_numbers_of_devices():
     resolver = named(Service(node(acceleratorType="v3-9")))
     with pytest.raises(RuntimeError, match="TPU"):
         resolver.num_accelerators()
@@ -160,9 +154,7 @@ def test_hosts_with_different_numbers_of_devices() -> None:
         ("nonsense", 1, None),
     ],
 )
-def test_devices_of_a_host(
-    monkeypatch: pytest.MonkeyPatch, accelerator: str, hosts: int, devices: int | None
-) -> None:
+def test_devices_of_a_host(monkeypatch, accelerator, hosts, devices):
     """By Google's tables of accelerators: cores of v2 and v3, chips of the others."""
     names = ",".join(f"host-{number}" for number in range(hosts))
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", names)
@@ -172,14 +164,14 @@ def test_devices_of_a_host(
     assert TPUClusterResolver().num_accelerators() == known
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "googleapiclient", None)
     resolver = TPUClusterResolver("my-tpu", "z", "p")
     with pytest.raises(ImportError, match=r"'zstrat\[gce\]'"):
         resolver.cluster_spec()
 
 
-def test_the_true_request() -> None:
+def test_the_true_request():
     """By the description of the service that Google's library brings."""
     discovery = pytest.importorskip("googleapiclient.discovery")
     from googleapiclient.http import HttpMockSequence
@@ -195,7 +187,7 @@ def test_the_true_request() -> None:
     )
 
 
-def test_its_own_connections_are_closed() -> None:
+def test_its_own_connections_are_closed():
     pytest.importorskip("googleapiclient")
     from google.auth.credentials import AnonymousCredentials
 

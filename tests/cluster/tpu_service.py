@@ -1,24 +1,17 @@
 """A TPU as Google describes it: its service, and the metadata server of its hosts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from zstrat.cluster import TPUClusterResolver
-
-if TYPE_CHECKING:
-    from .conftest import Web
 
 ATTRIBUTES = "/computeMetadata/v1/instance/attributes"
 
 
-def tell(web: Web, path: str, body: str, status: int = 200) -> None:
+def tell(web, path, body, status=200):
     web.put(
         path, body, status, Metadata_Flavor="Google", Content_Type="application/text"
     )
 
 
-def node(**others: Any) -> dict[str, Any]:
+def node(**others):
     """An answer to projects.locations.nodes.get of the TPU service, v2 (shortened)."""
     return {
         "name": "projects/my-project/locations/us-central2-b/nodes/my-tpu",
@@ -40,26 +33,26 @@ def node(**others: Any) -> dict[str, Any]:
 class Service:
     """The "tpu" service, with its methods' true names and arguments."""
 
-    def __init__(self, *answers: dict[str, Any] | Exception) -> None:
+    def __init__(self, *answers):
         self.answers, self.names = list(answers), list[str]()
 
-    def projects(self) -> Service:
+    def projects(self):
         return self
 
     locations = nodes = projects
 
-    def get(self, *, name: str) -> Service:
+    def get(self, *, name):
         self.names.append(name)
         return self
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self):
         answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def named(service: Service, **options: Any) -> TPUClusterResolver:
+def named(service, **options):
     return TPUClusterResolver(
         "my-tpu", "us-central2-b", "my-project", service=service, **options
     )

@@ -25,14 +25,14 @@ class Daemon:
     manager: socket.socket
     log: Path
 
-    def hear(self, word: str) -> str:
+    def hear(self, word):
         """The datagram that contains ``word``; those before it are thrown away."""
         while True:
             states = self.manager.recv(4096).decode()
             if word in states:
                 return states
 
-    def words(self) -> str:
+    def words(self):
         return self.log.read_text()
 
 
@@ -41,7 +41,7 @@ def start(tmp_path, programs):
     """Starts a daemon: ``start("ps", "--index", "0", ...)``; kills it afterwards.
     ``without_streams``: it has no standard streams. ``forked``: it has imported what it
     needs before, which is most of what one takes that does not serve."""
-    running: list[Daemon] = []
+    running = []
 
     def begin(job, *argv, without_streams=False, forked=False, **env):
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -1,7 +1,5 @@
 """``zstrat-evaluator``: a process that evaluates what appears in a folder."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

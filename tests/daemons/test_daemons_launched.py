@@ -1,7 +1,5 @@
 """The keys that a daemon of a fleet receives, if it ends before it serves."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,12 +13,12 @@ from zstrat.transport import generate_keys
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Path:
+def keys(tmp_path):
     generate_keys(tmp_path / "keys")
     return tmp_path / "keys"
 
 
-def left(secret: Path) -> list[Path]:
+def left(secret):
     """The files that still have the secret."""
     folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     pattern = f"zstrat-keys-*/keys/{secret.name}"
@@ -28,9 +26,7 @@ def left(secret: Path) -> list[Path]:
     return [file for file in files if file.read_text() == secret.read_text()]
 
 
-def launched(
-    job: str, keys: Path, under: tuple[str, ...] = (), **env: str
-) -> subprocess.CompletedProcess[str]:
+def launched(job, keys, under=(), **env):
     """Runs a daemon that gets its keys as of a fleet, ``under`` another command."""
     command = ["zstrat.daemons.launched", job, "--index", "0", "--bind", "127.0.0.1:0"]
     files = [keys / f"{job}.secret", *keys.glob("*.public")]
@@ -50,25 +46,21 @@ def launched(
     )
 
 
-def test_keys_do_not_outlive_a_daemon_that_cannot_begin(keys: Path) -> None:
+def test_keys_do_not_outlive_a_daemon_that_cannot_begin(keys):
     ran = launched("ps", keys, ZSTRAT_DRAIN="soon")
     assert ran.returncode == 2, ran.stderr
     assert "ZSTRAT_DRAIN" in ran.stderr
     assert left(keys / "ps.secret") == []
 
 
-def test_a_worker_that_is_killed_while_it_imports_jax_has_no_keys_yet(
-    keys: Path, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_killed_while_it_imports_jax_has_no_keys_yet(keys, tmp_path):
     (tmp_path / "jax.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     ran = launched("worker", keys, PYTHONPATH=str(tmp_path))
     assert ran.returncode == -9, ran.stderr
     assert left(keys / "worker.secret") == []
 
 
-def test_a_parent_that_ends_while_a_worker_imports_jax_is_missed(
-    keys: Path, tmp_path: Path
-) -> None:
+def test_a_parent_that_ends_while_a_worker_imports_jax_is_missed(keys, tmp_path):
     """By then another process is in its place."""
     (tmp_path / "jax.py").write_text(
         "import os, select, sys\n"

@@ -1,7 +1,5 @@
 """A daemon, and the program that started it: whether that says that it is there."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,7 @@
 """The life of real daemons: ready, watched, drained, ended, and refused starts."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -45,20 +44,27 @@ def test_without_standard_streams(start, job):
     assert daemon.process.wait(100) == 0
 
 
+@contextlib.asynccontextmanager
+async def in_session(daemon):
+    """A link to a ps, and the session that it has opened there."""
+    address = daemon.hear("READY=1").split()[-1]
+    me = hello("chief", 0, new_incarnation())
+    link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
+    link.start()
+    try:
+        await link.wait_open(asyncio.get_running_loop().time() + 30)
+        await link.request(OpenSession(me.incarnation, 0, 1, []))
+        yield link, me.incarnation
+    finally:
+        await link.close()
+
+
 def test_its_coordinator_ends_it(start):
     daemon = start("ps", *LOCAL, forked=True)
-    address = daemon.hear("READY=1").split()[-1]
 
     async def end():
-        me = hello("chief", 0, new_incarnation())
-        link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
-        link.start()
-        try:
-            await link.wait_open(asyncio.get_running_loop().time() + 30)
-            await link.request(OpenSession(me.incarnation, 0, 1, []))
-            await link.request(CloseSession(me.incarnation, exit=True))
-        finally:
-            await link.close()
+        async with in_session(daemon) as (link, session):
+            await link.request(CloseSession(session, exit=True))
 
     run(end())
     assert "the coordinator shut the cluster down" in daemon.hear("STOPPING=1")
@@ -87,26 +93,18 @@ SET_ASIDE = Elsewhere(
 
 def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
     daemon = start("ps", *LOCAL, ZSTRAT_DRAIN="0.2", forked=True)
-    address = daemon.hear("READY=1").split()[-1]
 
     async def end():
-        me = hello("chief", 0, new_incarnation())
-        link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
-        link.start()
-        try:
-            await link.wait_open(asyncio.get_running_loop().time() + 30)
-            await link.request(OpenSession(me.incarnation, 0, 1, []))
+        async with in_session(daemon) as (link, session):
             code = dump_code(SET_ASIDE)
             with pytest.raises(ValueError, match="set aside"):
-                await link.request(CreateOptimizer(me.incarnation, 1, "jax", code))
+                await link.request(CreateOptimizer(session, 1, "jax", code))
             code = dump_code(STUCK)
-            stuck = link.submit(CreateOptimizer(me.incarnation, 1, "stuck", code))
+            stuck = link.submit(CreateOptimizer(session, 1, "stuck", code))
             await link.request(Inspect())  # answered after that one was accepted
             daemon.process.terminate()
             with pytest.raises(PeerLostError):
                 await stuck
-        finally:
-            await link.close()
 
     run(end())
     assert daemon.process.wait(100) == 75
@@ -188,37 +186,45 @@ def test_port_taken(start):
     assert "Traceback" not in daemon.words()
 
 
-def test_an_address_that_the_machine_may_get_yet(start):
-    """As at boot, before the network is up: the manager is to try again."""
-    nowhere = "192.0.2.1:7"  # kept free for examples: no machine has it
-    daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure", forked=True)
-    assert daemon.process.wait(100) == 75
-    assert f"cannot bind {nowhere}" in daemon.words()
+WRONG = '{"cluster": {"ps": 7}}'
 
 
-def test_a_name_that_is_not_known_yet(start):
-    """As in Kubernetes, where a pod starts before its name is in DNS."""
-    daemon = start("ps", "--index", "0", "--bind", "ps-0.ps.invalid:7", forked=True)
-    assert daemon.process.wait(100) == 75
-    assert "the name 'ps-0.ps.invalid' cannot be resolved" in daemon.words()
-
-
-def test_other_machines_need_keys(start):
-    daemon = start("ps", "--index", "0", "--bind", "0.0.0.0:0", forked=True)
-    assert daemon.process.wait(100) == 2
-    assert "zstrat keygen" in daemon.words()
+@pytest.mark.parametrize(
+    ("job", "argv", "code", "words"),
+    [
+        # As at boot, before the network is up: the manager is to try again. No machine
+        # has this address, which is kept free for examples.
+        (
+            "ps",
+            ["--index", "0", "--bind", "192.0.2.1:7", "--insecure"],
+            75,
+            "cannot bind 192.0.2.1:7",
+        ),
+        # As in Kubernetes, where a pod starts before its name is in DNS.
+        (
+            "ps",
+            ["--index", "0", "--bind", "ps-0.ps.invalid:7"],
+            75,
+            "the name 'ps-0.ps.invalid' cannot be resolved",
+        ),
+        ("ps", ["--index", "0", "--bind", "0.0.0.0:0"], 2, "zstrat keygen"),
+        ("ps", [*LOCAL, "--keys", "/nowhere"], 2, "/nowhere"),
+        ("ps", [], 2, "zstrat-ps: TF_CONFIG: cluster.ps"),
+        ("worker", [], 2, "zstrat-worker: TF_CONFIG: cluster.ps"),
+    ],
+)
+def test_a_start_that_fails(start, job, argv, code, words):
+    daemon = start(job, *argv, TF_CONFIG=WRONG, forked=True)
+    assert daemon.process.wait(100) == code
+    assert words in daemon.words()
     assert "Traceback" not in daemon.words()
+
+
+def test_other_machines_need_no_keys_if_they_are_told_so(start):
     insecure = start(
         "ps", "--index", "0", "--bind", "0.0.0.0:0", "--insecure", forked=True
     )
     insecure.hear("READY=1")
-
-
-def test_keys_that_are_not_there(start, tmp_path):
-    daemon = start("ps", *LOCAL, "--keys", str(tmp_path / "nowhere"), forked=True)
-    assert daemon.process.wait(100) == 2
-    assert "nowhere" in daemon.words()
-    assert "Traceback" not in daemon.words()
 
 
 def test_keys_from_the_service_manager(start, tmp_path):
@@ -233,13 +239,6 @@ def test_keys_from_the_service_manager(start, tmp_path):
     assert "mode 0440" in refused.words()
     start("ps", *where, CREDENTIALS_DIRECTORY=str(keys), forked=True).hear("READY=1")
     keys.chmod(0o700)
-
-
-@pytest.mark.parametrize("job", ["ps", "worker"])
-def test_wrong_tf_config(start, job):
-    daemon = start(job, TF_CONFIG='{"cluster": {"ps": 7}}', forked=True)
-    assert daemon.process.wait(100) == 2
-    assert daemon.words().startswith(f"zstrat-{job}: TF_CONFIG: cluster.ps")
 
 
 def test_second_signal_ends_at_once():

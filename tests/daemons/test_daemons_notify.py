@@ -1,7 +1,5 @@
 """The words of systemd's protocol, at the end of a socket that we hold."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -1,7 +1,5 @@
 """The systemd units: complete, and what systemd itself thinks of them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -37,9 +35,9 @@ def units(bindir, tmp_path):
     return {path.name: path for path in written}
 
 
-def settings(unit: Path) -> dict[str, list[str]]:
+def settings(unit):
     """``Section.Key`` to its values; fails on a line that is none of a unit file's."""
-    found: dict[str, list[str]] = {}
+    found = {}
     section = ""
     for line in unit.read_text().splitlines():
         if not line or line.startswith("#"):

@@ -14,27 +14,23 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from engines_ask import eventually
 
 from zstrat.cluster import free_ports
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker("engines")
             item.add_marker(pytest.mark.timeout(400))
 
 
-def needed(*programs: str) -> dict[str, str]:
+def needed(*programs):
     """Where they are; the test is skipped if one is not there."""
     found = {name: shutil.which(name, path=PATH) for name in programs}
     missing = [name for name, place in found.items() if place is None]
@@ -44,14 +40,14 @@ def needed(*programs: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """Which others can enter: daemons of engines insist on it."""
     with tempfile.TemporaryDirectory(prefix="engines-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
-def ssh_settings(folder: Path, port: int, addresses: list[str]) -> list[str]:
+def ssh_settings(folder, port, addresses):
     """Writes ssh.conf of a client that gets to node1, node2, ... at the addresses;
     returns the words that start a server for it."""
     programs = needed("sshd", "ssh", "ssh-keygen")
@@ -77,7 +73,7 @@ def ssh_settings(folder: Path, port: int, addresses: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def ssh_config(folder: Path) -> Iterator[Path]:
+def ssh_config(folder):
     """Of a client that gets to node1, node2, node3: an ssh server for each."""
     if not Path("/proc/net").exists():
         pytest.skip("needs the loopback addresses of Linux")
@@ -106,7 +102,7 @@ class Slurm:
     folder: Path
     env: dict[str, str]
 
-    def run(self, *words: object) -> str:
+    def run(self, *words):
         """What a command of Slurm says."""
         done = subprocess.run(
             [str(word) for word in words],
@@ -119,7 +115,7 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def state(self, job: str) -> str:
+    def state(self, job):
         """As in RUNNING; with the reason, as in PENDING BeginTime."""
         line = self.run("scontrol", "show", "job", job, "--oneliner")
         facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -166,7 +162,7 @@ NODE = (
 
 
 @pytest.fixture
-def slurm(folder: Path) -> Iterator[Slurm]:
+def slurm(folder):
     programs = needed("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
     if os.geteuid() != 0:
         pytest.skip("slurmd and munged of the test run as root")
@@ -206,7 +202,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         eventually(lambda: not made.run(*squeue).strip())
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process):
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(20)
@@ -215,7 +211,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _idle(env: dict[str, str]) -> int:
+def _idle(env):
     asked = ["sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D"]
     done = subprocess.run(asked, env=env, capture_output=True, text=True, check=False)
     return int(done.stdout.strip() or 0) if done.returncode == 0 else 0

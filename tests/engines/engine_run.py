@@ -1,8 +1,6 @@
 """What a program goes through on any engine: it trains, loses a worker and a parameter
 server by SIGKILL, gets both back, and leaves nothing behind. Prints what it saw."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

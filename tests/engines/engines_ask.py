@@ -1,18 +1,13 @@
 """Asking engines, and tasks on them."""
 
-from __future__ import annotations
-
 import re
 import time
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def eventually(what: Callable[[], T], seconds: float = 120.0) -> T:
+def eventually(what, seconds=120.0):
     """What it returns once it is true: an engine is asked, it does not tell."""
     end = time.monotonic() + seconds
     while not (found := what()):
@@ -21,6 +16,6 @@ def eventually(what: Callable[[], T], seconds: float = 120.0) -> T:
     return found
 
 
-def pid_of(log: str) -> int:
+def pid_of(log):
     """The process that a task was last, by its log."""
     return int(re.findall(r"ready at \S+ pid (\d+)", log)[-1])

@@ -1,7 +1,5 @@
 """Manifests as Kubernetes itself would take them: by its own schemas, and strictly."""
 
-from __future__ import annotations
-
 import pytest
 
 from zstrat.launch.manifests import KINDS, PodCluster, manifests, secrets_from

@@ -2,8 +2,6 @@
 goes: namespaces with a bridge between them, and the program in the one with the bridge.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -25,7 +23,7 @@ config = "{folder}/ssh.conf"
 """
 
 
-def ip(*words: object) -> str:
+def ip(*words):
     return subprocess.check_output(["ip", *map(str, words)], text=True)
 
 

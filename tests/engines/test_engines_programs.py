@@ -1,7 +1,5 @@
 """Real engines on this machine: programs as their users type them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

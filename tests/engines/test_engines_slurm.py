@@ -1,7 +1,5 @@
 """A fleet in a real Slurm: four nodes, of which each is an address of this machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -50,7 +48,7 @@ print("ends at", int(count.numpy()) == handler.total_run_calls, flush=True)
 """
 
 
-def submitted(slurm, name: str, *words: str, runs: int = 100_000) -> str:
+def submitted(slurm, name, *words, runs=100_000):
     """The number of a job that trains."""
     (slurm.folder / "train.py").write_text(TRAIN)
     said = slurm.run(
@@ -65,23 +63,23 @@ def submitted(slurm, name: str, *words: str, runs: int = 100_000) -> str:
     return said.split()[-1]
 
 
-def output(slurm, name: str) -> str:
+def output(slurm, name):
     file = slurm.folder / f"{name}.out"
     return file.read_text() if file.exists() else ""
 
 
-def steps(slurm, name: str) -> int:
+def steps(slurm, name):
     """How far it says that it is."""
     found = re.findall(r"^step (\d+)", output(slurm, name), re.MULTILINE)
     return int(found[-1]) if found else 0
 
 
-def goes_on(slurm, name: str) -> None:
+def goes_on(slurm, name):
     there = steps(slurm, name)
     eventually(lambda: steps(slurm, name) > there + 20)
 
 
-def log(slurm, name: str, task: str) -> str:
+def log(slurm, name, task):
     return (slurm.folder / f"{name}.logs" / f"{task}.log").read_text()
 
 

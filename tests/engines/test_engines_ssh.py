@@ -1,7 +1,5 @@
 """A fleet behind real ssh servers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -17,7 +15,7 @@ from zstrat.config import Settings, Timeouts
 from zstrat.errors import UnavailableError
 
 
-def hosts(folder, text: str, config) -> str:
+def hosts(folder, text, config):
     file = folder / "hosts.toml"
     file.write_text(f'config = "{config}"\n{text}')
     return str(file)
@@ -46,7 +44,7 @@ def test_training_goes_on_when_tasks_are_killed(ssh_config, folder):
             count.assign_add(1)
             return zs.get_worker_context().worker_index
 
-        def steps(n: int) -> None:
+        def steps(n):
             for _ in range(n):
                 coordinator.schedule(step)
             coordinator.join()

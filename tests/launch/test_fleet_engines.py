@@ -2,8 +2,6 @@
 what they are told to: real daemons, real keys, real ends. What real engines do besides
 is in tests/engines."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select
@@ -12,7 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -24,9 +21,6 @@ from zstrat.errors import UnavailableError, VersionMismatchError, ZstratError
 from zstrat.launch import Observer, ssh
 from zstrat.launch.fleet import Allocation, FleetTask
 from zstrat.launch.fleet.hosts import hosts_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SSH = """#!/bin/sh
 # Hosts are what their names say.
@@ -61,7 +55,7 @@ esac
 QUICK = Settings(Timeouts(connect=120.0, drain=20.0))
 
 
-def program(folder: Path, name: str, text: str) -> Path:
+def program(folder, name, text):
     file = folder / name
     file.write_text(text)
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
@@ -69,14 +63,14 @@ def program(folder: Path, name: str, text: str) -> Path:
 
 
 @pytest.fixture
-def fake_ssh(tmp_path: Path) -> Path:
+def fake_ssh(tmp_path):
     return program(tmp_path, "ssh", SSH)
 
 
-def incarnation(fleet) -> int:
+def incarnation(fleet):
     """Of the only ps, once it answers."""
 
-    async def ask() -> int:
+    async def ask():
         async with Observer(fleet.spec, fleet.settings) as observer:
             (seen,) = await observer.inspect(60.0)
             assert not seen.problem, fleet.log("ps:0")
@@ -85,7 +79,7 @@ def incarnation(fleet) -> int:
     return asyncio.run(ask())
 
 
-def descendants() -> list[psutil.Process]:
+def descendants():
     return psutil.Process().children(recursive=True)
 
 

@@ -1,8 +1,6 @@
 """What a fleet does with what it finds on this machine: folders, logs, programs that do
 not answer. No daemon is started."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 from types import SimpleNamespace
@@ -21,7 +19,7 @@ class Playing:
 
     name = "play"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hear, self.env = {}, {}
 
     def start(self, launch, hear):
@@ -35,7 +33,7 @@ class Playing:
 
         return SimpleNamespace(drain=end, kill=end)
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 

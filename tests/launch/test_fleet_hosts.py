@@ -1,8 +1,6 @@
 """Fleets on engines that have actors, without these engines: what is said where they
 are not there, and the daemon beside an actor."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

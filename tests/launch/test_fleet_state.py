@@ -1,7 +1,5 @@
 """What a fleet decides, without engines: messages and numbers in, orders out."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,7 +16,6 @@ from zstrat.launch.fleet.state import (
     KILL_TIMEOUT,
     BeginFailed,
     DrainTask,
-    FleetOver,
     FleetReady,
     FleetStage,
     FleetTimeouts,
@@ -33,7 +30,7 @@ TIMEOUTS = FleetTimeouts(start=60, drain=12, restarts=3, window=100)
 CRASH = TaskEnd("ended with exit code 1", 1)
 
 
-def running(timeouts: FleetTimeouts = TIMEOUTS) -> FleetState:
+def running(timeouts=TIMEOUTS):
     """A fleet that serves since time 0."""
     state = FleetState(TASKS, timeouts)
     state.begin(0)
@@ -66,7 +63,9 @@ def test_one_that_cannot_start_fails_all():
     assert isinstance(failed.error, UnavailableError)
     assert kills == [KillTask("ps:0"), KillTask("worker:1")]
     assert state.ended("ps:0", 1, CRASH, 2) == []
-    assert state.ended("worker:1", 1, CRASH, 2) == [FleetOver()]
+    assert state.stage is FleetStage.ENDING
+    assert state.ended("worker:1", 1, CRASH, 2) == []
+    assert state.stage is FleetStage.OVER
 
 
 def test_a_mistake_is_told_as_it_is():
@@ -74,7 +73,8 @@ def test_a_mistake_is_told_as_it_is():
     state.begin(0)
     mistake = VersionMismatchError("another zstrat")
     orders = state.ended("ps:0", 1, TaskEnd("ended", 2, "", mistake), 1)
-    assert orders == [BeginFailed(mistake, "ps:0"), FleetOver()]
+    assert orders == [BeginFailed(mistake, "ps:0")]
+    assert state.stage is FleetStage.OVER
 
 
 def test_one_that_is_late_fails_all():
@@ -122,10 +122,12 @@ def test_what_is_long_ago_does_not_count():
 
 def test_a_task_that_drained_stays_down():
     state = running()
-    for task, more in (("worker:0", []), ("worker:1", []), ("ps:0", [FleetOver()])):
+    for task in ("worker:0", "worker:1", "ps:0"):
+        assert state.stage is FleetStage.RUNNING
         words = f"{task} ended: it drained on request; not restarting it"
         note = LogTask(words, task, is_failure=False)
-        assert state.ended(task, 1, TaskEnd("ended", 0), 5) == [note, *more]
+        assert state.ended(task, 1, TaskEnd("ended", 0), 5) == [note]
+    assert state.stage is FleetStage.OVER
 
 
 def test_a_restart_that_hangs_is_killed_and_tried_again():
@@ -166,9 +168,10 @@ def test_workers_end_before_what_they_push_to():
     assert state.ended("worker:0", 1, TaskEnd("ended", 0), 52) == [DrainTask("ps:0")]
     assert state.next_look() == 52 + 12
     assert state.tick(64) == [KillTask("ps:0")]
-    note, over = state.tick(64 + KILL_TIMEOUT)
+    assert state.stage is FleetStage.ENDING
+    (note,) = state.tick(64 + KILL_TIMEOUT)
     assert isinstance(note, LogTask)
-    assert over == FleetOver()
+    assert state.stage is FleetStage.OVER
     assert state.next_look() is None
 
 
@@ -195,19 +198,19 @@ class Fleets(RuleBasedStateMachine):
     """Any order of events: what is ordered fits what runs, and every fleet ends."""
 
     @initialize(restarts=st.integers(0, 3))
-    def begin(self, restarts: int) -> None:
+    def begin(self, restarts):
         self.now = 0.0
         self.state = FleetState(TASKS, FleetTimeouts(60, 12, restarts, 100))
-        self.alive: dict[str, int] = {}
-        self.killed: set[str] = set()
-        self.starts: dict[str, list[float]] = {task: [] for task in TASKS}
+        self.alive = {}
+        self.killed = set()
+        self.starts = {task: [] for task in TASKS}
         self.restarts = restarts
         self.is_over = self.was_stopped = False
         self.obey(self.state.begin(0.0))
 
-    def obey(self, orders) -> None:
+    def obey(self, orders):
+        assert not (self.is_over and orders)
         for order in orders:
-            assert not self.is_over
             match order:
                 case StartTask(task, attempt, _):
                     assert task not in self.alive
@@ -222,41 +225,40 @@ class Fleets(RuleBasedStateMachine):
                 case KillTask(task):
                     assert task in self.alive
                     self.killed.add(task)
-                case FleetOver():
-                    self.is_over = True
                 case BeginFailed(error, _):
                     assert isinstance(error, ZstratError)
                     self.was_stopped = True
+        self.is_over = self.state.stage is FleetStage.OVER
 
     @rule(task=st.sampled_from(TASKS))
-    def serves(self, task: str) -> None:
+    def serves(self, task):
         if task in self.alive:
             self.obey(self.state.bound(task, self.alive[task], f"{task}!"))
 
     @rule(task=st.sampled_from(TASKS), code=st.sampled_from([0, 1, 2, 75, -9]))
-    def ends(self, task: str, code: int) -> None:
+    def ends(self, task, code):
         if task in self.alive:
             attempt = self.alive.pop(task)
             self.obey(self.state.ended(task, attempt, TaskEnd("ended", code), self.now))
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 70.0]))
-    def waits(self, seconds: float) -> None:
+    def waits(self, seconds):
         self.now += seconds
         self.obey(self.state.tick(self.now))
 
     @rule()
-    def stops(self) -> None:
+    def stops(self):
         self.was_stopped = True
         self.obey(self.state.stop(self.now))
 
     @invariant()
-    def restarts_are_bounded(self) -> None:
+    def restarts_are_bounded(self):
         for times in getattr(self, "starts", {}).values():
             for first in times:
                 close = [time for time in times if first < time <= first + 100]
                 assert len(close) <= self.restarts + 1
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "state"):
             return
         self.stops()
@@ -267,7 +269,6 @@ class Fleets(RuleBasedStateMachine):
             self.now = look
             self.obey(self.state.tick(self.now))
         assert self.is_over
-        assert self.state.stage is FleetStage.OVER
 
 
 TestFleets = Fleets.TestCase

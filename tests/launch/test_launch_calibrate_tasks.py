@@ -1,8 +1,6 @@
 """A calibration among the tasks of a cluster: ranks are threads that pretend to be on
 hosts of their own, one of them may be the command itself."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,17 +1,15 @@
 """Copies of one program live and die together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 
 import pytest
+from launch_ends import wait_gone
 
 from zstrat.launch import Copies, run_copies
 from zstrat.transport import run
@@ -20,8 +18,8 @@ TOLD = "import json, os; me = json.loads(os.environ['TF_CONFIG'])['task']['index
 FOREVER = "import threading; threading.Event().wait()\n"
 
 
-def started(code: str, count: int, **options) -> tuple[int, list[str]]:
-    lines: list[str] = []
+def started(code, count, **options):
+    lines = []
     command = (sys.executable, "-c", TOLD + code)
     return run(run_copies(Copies(command, count, **options), lines.append)), lines
 
@@ -93,12 +91,6 @@ def test_the_others_may_say_whom_they_lost_before_they_end(tmp_path):
     ]
 
 
-def test_a_signal_counts_as_a_shell_counts_it():
-    kill = f"os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    code, _ = started(f"if me == 0: {kill}\n{FOREVER}", 2)
-    assert code == 128 + signal.SIGKILL
-
-
 def test_who_ignores_sigterm_is_killed_after_the_drain():
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     fail = "if me == 1: input()\n"  # at the end of its standard input
@@ -166,11 +158,11 @@ def test_cancelling_ends_the_copies_and_what_they_started(tmp_path):
         f"{FOREVER}"
     )
 
-    async def cancelled() -> list[int]:
+    async def cancelled():
         said = asyncio.Event()
-        lines: list[str] = []
+        lines = []
 
-        def write(line: str) -> None:
+        def write(line):
             lines.append(line)
             said.set()
 
@@ -183,7 +175,7 @@ def test_cancelling_ends_the_copies_and_what_they_started(tmp_path):
         return [int(word) for word in lines[0].split(" | ")[1].split()]
 
     for pid in run(cancelled()):
-        assert ends(pid)
+        assert wait_gone(pid)
 
 
 def test_the_copies_die_with_their_parent(tmp_path):
@@ -193,47 +185,13 @@ def test_the_copies_die_with_their_parent(tmp_path):
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline().split("|")[1]) for _ in range(2)]
-    watched = [os.pidfd_open(pid) for pid in pids]
 
     parent.kill()
     parent.wait()
     parent.stdout.close()
 
-    for descriptor in watched:  # readable once the process has ended
-        with os.fdopen(descriptor):
-            asyncio.run(readable(descriptor))
-
-
-def wait_gone(pid):
-    """Whether it ends within half a minute; without asking again and again."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    with os.fdopen(descriptor):
-        return bool(select.select([descriptor], [], [], 30)[0])
-
-
-async def readable(descriptor: int) -> None:
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await asyncio.wait_for(ended.wait(), 30)
-    finally:
-        loop.remove_reader(descriptor)
-
-
-def ends(pid: int) -> bool:
-    """Whether it is over, or soon: who is killed takes a moment to die."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], 30)[0])
-    finally:
-        os.close(descriptor)
+    for pid in pids:
+        assert wait_gone(pid)
 
 
 @pytest.mark.parametrize(
@@ -249,26 +207,16 @@ def test_what_cannot_be_is_refused(options, word):
         Copies(("true",), **options)
 
 
-def test_the_command_passes_arguments_on_and_returns_the_code(tmp_path):
+def test_what_follows_the_script_is_for_it_and_its_code_is_returned(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; print(sys.argv[1:]); sys.exit(5)")
-    done = subprocess.run(
-        [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script), "--a", "b"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 5
-    assert "worker:0 | ['--a', 'b']" in done.stdout
-
-
-def test_what_follows_the_script_is_for_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.argv[1:])")
     command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script)]
     own = ["--workers", "3", "-n", "4", "--transport", "fast", "--help"]
     done = subprocess.run([*command, *own], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"worker:0 | {own}\n")
+    assert (done.returncode, done.stdout.splitlines()) == (
+        5,
+        [f"worker:0 | {own}", "worker:0 ended with exit code 5: ending the others"],
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

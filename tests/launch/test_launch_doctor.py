@@ -1,7 +1,5 @@
 """What the doctor finds, without a cluster and with a broken one."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

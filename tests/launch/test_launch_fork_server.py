@@ -1,7 +1,5 @@
 """Daemons of this machine are forked from a process that has imported all they need."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -106,6 +106,13 @@ class World(contextlib.AsyncExitStack):
         asked = AttachBackup(SESSION, view, *where, beside)
         assert await self.ask(primary, asked) == Done()
 
+    async def backed(self):
+        """Creates variables on the first process, and their copy on the second."""
+        await self.create()
+        hosted = await self.host()
+        await self.attach(self.links[0], hosted)
+        return hosted
+
     async def promote(self, hosted, view, *backup):
         """The copy, which serves from now on."""
         copy = await self.link(hosted.address, 0)
@@ -154,8 +161,7 @@ async def test_a_store_goes_on_in_another_process(tmp_path, kind):
         opened = await world.ask(copy, OpenSession(SESSION, 0, 1, []))
         assert opened.resumed
         after = await world.ask(copy, PULL)
-        for one, other in zip(before.arrays, after.arrays, strict=True):
-            assert (one == other).all()
+        np.testing.assert_equal(before.arrays, after.arrays)
         assert not (await world.ask(copy, push(49))).applied
         assert (await world.ask(copy, push(50))).applied
         with pytest.raises(NotPrimaryError):
@@ -174,10 +180,8 @@ async def test_a_store_goes_on_in_another_process(tmp_path, kind):
 
 async def test_a_third_copy_is_the_backup_when_it_is_whole_and_has_heard_so():
     async with World(bind=["127.0.0.1:0"] * 3) as world:
-        await world.create()
         home = world.links[0]
-        first = await world.host()
-        await world.attach(home, first)
+        await world.backed()
         third = await world.host(on=2, view=2, beside=True)
         pushing = asyncio.gather(*(world.ask(home, push(step)) for step in range(20)))
         await world.attach(home, third, view=2, beside=True)
@@ -192,18 +196,15 @@ async def test_a_third_copy_is_the_backup_when_it_is_whole_and_has_heard_so():
         before = await world.ask(home, PULL)
         copy = await world.promote(third, 4)
         after = await world.ask(copy, PULL)
-        for one, other in zip(before.arrays, after.arrays, strict=True):
-            assert (one == other).all()
+        np.testing.assert_equal(before.arrays, after.arrays)
         applied = [(await world.ask(copy, push(n))).applied for n in (19, 21, 22)]
         assert applied == [False, False, True]
 
 
 async def test_a_third_copy_that_is_lost_leaves_the_backup():
     async with World(bind=["127.0.0.1:0"] * 3) as world:
-        await world.create()
         home = world.links[0]
-        first = await world.host()
-        await world.attach(home, first)
+        first = await world.backed()
         third = await world.host(on=2, view=2, beside=True)
         await world.attach(home, third, view=2, beside=True)
         await world.ask(world.links[2], DropStore(SESSION, 0, 2))
@@ -214,10 +215,8 @@ async def test_a_third_copy_that_is_lost_leaves_the_backup():
 
 async def test_a_primary_swaps_with_its_backup_and_either_may_be_lost():
     async with World() as world:
-        await world.create()
         home = world.links[0]
-        backup = await world.host()
-        await world.attach(home, backup)
+        backup = await world.backed()
         pushing = asyncio.gather(*(world.ask(home, push(step)) for step in range(20)))
         await pushing
         before = await world.ask(home, PULL)
@@ -238,16 +237,13 @@ async def test_a_primary_swaps_with_its_backup_and_either_may_be_lost():
         copy = await world.promote(kept, 4)
         applied = [(await world.ask(copy, push(n))).applied for n in (19, 20, 21)]
         assert applied == [False, False, True]
-        for one, other in zip(before.arrays, after.arrays, strict=True):
-            assert (one == other).all()
+        np.testing.assert_equal(before.arrays, after.arrays)
 
 
 async def test_a_server_whose_backup_is_lost_as_they_swap_serves_on():
     async with World() as world:
-        await world.create()
         home = world.links[0]
-        backup = await world.host()
-        await world.attach(home, backup)
+        backup = await world.backed()
         await world.ask(world.links[1], DropStore(SESSION, 0, 1))
         waiting = asyncio.ensure_future(world.ask(home, push(0)))
         with pytest.raises(UnavailableError):
@@ -259,9 +255,7 @@ async def test_a_server_whose_backup_is_lost_as_they_swap_serves_on():
 
 async def test_a_backup_that_is_dropped_is_told_to_the_coordinator():
     async with World() as world:
-        await world.create()
-        hosted = await world.host()
-        await world.attach(world.links[0], hosted)
+        await world.backed()
         await world.ask(world.links[1], DropStore(SESSION, 0, 1))
         waiting = asyncio.ensure_future(world.ask(world.links[0], push(0)))
         async with asyncio.timeout(WAIT):
@@ -275,9 +269,7 @@ async def test_a_backup_that_is_dropped_is_told_to_the_coordinator():
 
 async def test_copies_end_with_their_session():
     async with World() as world:
-        await world.create()
-        hosted = await world.host()
-        await world.attach(world.links[0], hosted)
+        hosted = await world.backed()
         await world.link(hosted.address, 0, role="observer")
         await world.ask(world.links[1], CloseSession(SESSION, False))
         async with asyncio.timeout(WAIT):
@@ -326,8 +318,7 @@ async def test_copies_are_where_they_were_or_nothing_is_gone_on_with(
 ):
     tmp_path.chmod(0o700)
     async with World(state=tmp_path) as world:
-        await world.create()
-        await world.attach(world.links[0], await world.host())
+        await world.backed()
         before = world.tasks[1].hello.incarnation
         (kept,) = world.tasks[1].statistics()["copies"]
     with socket.socket() as other:

@@ -1,7 +1,5 @@
 """Ctrl-C anywhere while tasks start and stop leaves none behind, and no lock locked."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import socket

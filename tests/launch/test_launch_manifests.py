@@ -1,7 +1,5 @@
 """What is written for Kubernetes: pods are the tasks that they are told to be."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """A cluster as an observer sees it, in the form of a program's metrics."""
 
-from __future__ import annotations
-
 from zstrat.launch import ObservedRun, TaskStatus
 from zstrat.telemetry import Windowed
 

@@ -1,7 +1,5 @@
 """What a process prints is heard, by whom it is meant for, and stays in its log."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

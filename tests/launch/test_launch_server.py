@@ -1,7 +1,5 @@
 """Servers inside this process, with TensorFlow's rules about who they are."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -22,14 +20,20 @@ ONE = {"ps": ["127.0.0.1:0"]}
 TWO = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
 
 
+def seen(address):
+    """What the only parameter server, at this address, says of itself."""
+    tasks = [address] if isinstance(address, str) else address
+    (status,) = run(observe(ClusterSpec({"ps": tasks}), Settings(), 30))
+    assert status.problem == ""
+    return status
+
+
 @pytest.mark.shows("tf.distribute.Server", "Server.join")
 def test_serves_until_it_is_stopped():
     with Server(ONE) as server:
         assert server.target.startswith("tcp://127.0.0.1:")
         address = server.target.removeprefix("tcp://")
-        (seen,) = run(observe(ClusterSpec({"ps": [address]}), Settings(), 30))
-        assert seen.problem == ""
-        assert seen.text("task", "job") == "ps"
+        assert seen(address).text("task", "job") == "ps"
         joining = threading.Thread(target=server.join)
         joining.start()
         server.stop()
@@ -42,9 +46,7 @@ def test_an_index_of_numpy_is_a_number():
     """Its hello could not be sent: the program waited for it in vain."""
     with Server({"ps": ["127.0.0.1:1", "127.0.0.1:0"]}, "ps", np.int64(1)) as server:
         address = server.target.removeprefix("tcp://")
-        spec = ClusterSpec({"ps": {1: address}})
-        (seen,) = run(observe(spec, Settings(), 30))
-        assert seen.problem == ""
+        seen({1: address})
 
 
 ENDED = """
@@ -97,9 +99,7 @@ def test_a_stopped_server_serves_again():
     with Server(ONE) as server:
         server.stop()
         server.start()
-        address = server.target.removeprefix("tcp://")
-        (seen,) = run(observe(ClusterSpec({"ps": [address]}), Settings(), 30))
-        assert seen.problem == ""
+        seen(server.target.removeprefix("tcp://"))
 
 
 @pytest.mark.shows("Server")
@@ -173,12 +173,9 @@ def test_unclear_which_task(args, words):
         definition(*args)
 
 
-def test_no_cluster():
+def test_what_is_no_cluster_or_no_server():
     with pytest.raises(TypeError):
         definition(7, "ps", 0)
-
-
-def test_chief_is_no_server():
     with pytest.raises(ValueError, match="'chief'"):
         Server({"chief": ["127.0.0.1:0"]})
 

@@ -1,7 +1,5 @@
 """A worker that reports itself: whom it waits for, and when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

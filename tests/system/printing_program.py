@@ -3,8 +3,6 @@
 What it says itself begins with ``--``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select

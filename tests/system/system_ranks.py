@@ -4,8 +4,6 @@ A rank says things, line by line, and goes on when it is told to; nothing else i
 waited for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A program of which every closed round is known, and its replay in numpy."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -26,15 +24,15 @@ change a bit."""
 class Hold:
     """A worker waits in its next step, when it has read, until `release`."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         os.mkfifo(place)
         self._place, self._end = place, None
 
-    def wait(self) -> None:
+    def wait(self):
         """Until the worker is in that step."""
         self._end = open(self._place, "w")  # noqa: SIM115
 
-    def release(self) -> None:
+    def release(self):
         """It goes on, and waits in no other step. If it is gone, its successor does
         not wait, either."""
         self._place.unlink(missing_ok=True)

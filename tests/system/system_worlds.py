@@ -6,10 +6,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import zstrat as zs
 import zstrat.cli
-from zstrat.testing import leak_check
 
 ROWS, DIM = 11, 3
 PATIENCE = 120.0
@@ -101,14 +101,6 @@ def all_have_worked(coordinator):
     return coordinator
 
 
-def leak_check_behind(request):
-    """The look for leftovers, but that what `all_running` starts for a test may stay:
-    its fixture `local` is set up first."""
-    if "local" in request.fixturenames:
-        request.getfixturevalue("local")
-    return leak_check()
-
-
 @contextlib.contextmanager
 def when(words, act=None):
     """``act`` is called once, on the thread that logs these words; waits at the end of
@@ -129,3 +121,9 @@ def when(words, act=None):
         assert heard.wait(PATIENCE), words
     finally:
         log.removeHandler(listener)
+
+
+def left(strategy):
+    """It ends as one that has failed."""
+    with pytest.raises(ZeroDivisionError), strategy:
+        1 / 0  # noqa: B018

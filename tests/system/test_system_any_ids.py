@@ -1,8 +1,6 @@
 """Tables of any id against real daemons: training as a partitioned variable, ids of
 datasets, all rows."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import optax

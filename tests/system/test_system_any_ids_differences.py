@@ -1,7 +1,5 @@
 """Checkpoints with what has changed in tables since another one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Tables of any id under random operations on 1, 3 and 2 servers, compared with a dict
 of numpy."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from unittest import mock

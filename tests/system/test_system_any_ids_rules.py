@@ -1,7 +1,5 @@
 """Admission to tables of any id, and eviction, on servers that come and go."""
 
-from __future__ import annotations
-
 import asyncio
 
 import jax.numpy as jnp

@@ -1,8 +1,6 @@
 """Whatever is cancelled at whichever await: an update counts once or not at all, and
 the session goes on."""
 
-from __future__ import annotations
-
 import numpy as np
 import optax
 import pytest

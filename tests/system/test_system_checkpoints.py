@@ -1,7 +1,5 @@
 """Checkpoints of real parameter servers, while training goes on and elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -205,46 +203,6 @@ def test_what_is_saved_beside_pushes_is_one_moment_of_each_server(world, tmp_pat
     assert total == counting.pushes * counting.some
     assert sums == sorted(sums)
     assert sums[-1] <= total
-
-
-def test_other_shapes_and_dtypes_are_named_and_nothing_is_restored(world, tmp_path):
-    saved = {
-        "a": world.table(numbered(ROWS)),
-        "b": world.table(np.zeros((4, 2), "f4")),
-        "c": world.table(np.float32(1), 1),
-    }
-    path = zs.Checkpoint(**saved).save(tmp_path / "c")
-    here = {
-        "a": world.table(np.zeros((ROWS, DIM), "f4"), 3),
-        "b": world.table(np.zeros((4, 3), "f4")),
-        "c": world.table(np.int32(1), 1),
-    }
-    with pytest.raises(zs.InvalidArgumentError) as caught:
-        zs.Checkpoint(**here).restore(path)
-    said = str(caught.value)
-    for word in (path, "float32[4, 3]", "float32[4, 2]", "int32[]"):
-        assert word in said
-    assert "[11, 3]" not in said
-    np.testing.assert_array_equal(here["a"].numpy(), np.zeros((ROWS, DIM)))
-
-
-def test_missing_variables_are_an_error_unless_they_are_expected(world, tmp_path):
-    table = world.table(numbered(ROWS))
-    path = zs.Checkpoint(table=table).save(tmp_path / "c")
-    table.assign(np.zeros((ROWS, DIM), "f4"))
-    extra = world.table(np.ones((4, 2), "f4"), name="extra")
-    wider = zs.Checkpoint(table=table, extra=extra)
-    with pytest.raises(zs.NotFoundError, match=r"(?s)'extra'.*expect_partial="):
-        wider.restore(path)
-    np.testing.assert_array_equal(table.numpy(), np.zeros((ROWS, DIM)))
-    status = wider.restore(path, expect_partial=True)
-    np.testing.assert_array_equal(table.numpy(), numbered(ROWS))
-    np.testing.assert_array_equal(extra.numpy(), np.ones((4, 2)))
-    with pytest.raises(AssertionError, match="'extra'"):
-        status.assert_existing_objects_matched()
-    narrower = zs.Checkpoint(extra=extra)
-    with pytest.raises(zs.NotFoundError, match=r"(?s)'extra'.*expect_partial="):
-        narrower.restore(path)
 
 
 def test_what_is_created_after_the_restore_gets_its_value(world, tmp_path):

@@ -1,7 +1,5 @@
 """What interrupts a save, and disks that are full, damaged, elsewhere, or shared."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -286,37 +284,3 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(world, tmp_path, dam
     with pytest.warns(zs.CheckpointWarning, match="ckpt-2"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
     np.testing.assert_array_equal(table.numpy(), numbered(ROWS))
-
-
-_OTHER = """
-    import sys
-    import numpy as np
-    import zstrat as zs
-    manager = zs.CheckpointManager(
-        zs.Checkpoint(table=zs.Variable(np.zeros(3))), sys.argv[1], 3
-    )
-    manager.save()
-    print("saved", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_two_programs_do_not_save_to_one_folder(world, tmp_path):
-    table = world.table(numbered(ROWS))
-    checkpoint = zs.Checkpoint(table=table)
-    manager = zs.CheckpointManager(checkpoint, tmp_path, 3)
-    with Program(
-        ["-c", textwrap.dedent(_OTHER), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        assert other.stdout.readline() == "saved\n"
-        with pytest.raises(zs.BusyError, match=f"process {other.pid} on"):
-            manager.save()
-        with pytest.raises(zs.BusyError, match=f"process {other.pid} on"):
-            checkpoint.save(tmp_path / "ckpt")
-        other.communicate("")
-    assert int(checkpoint.save_counter.numpy()) == 0
-    assert manager.save(checkpoint_number=2) == str(tmp_path / "ckpt-2")
-    assert manager.checkpoints == [str(tmp_path / f"ckpt-{n}") for n in (1, 2)]

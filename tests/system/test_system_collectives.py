@@ -1,7 +1,5 @@
 """Groups as programs use them: ranks are processes, on every transport."""
 
-from __future__ import annotations
-
 import pytest
 from system_ranks import Ranks, zstrat_run
 

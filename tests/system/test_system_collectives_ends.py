@@ -1,7 +1,5 @@
 """Programs that end with a group open: by themselves, and by Ctrl-C in a call."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

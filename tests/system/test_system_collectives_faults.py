@@ -1,7 +1,5 @@
 """Ranks that die, hang, are cut off or come back; and what is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

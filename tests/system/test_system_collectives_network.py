@@ -1,7 +1,5 @@
 """Strangers on the port of a rank, and a network that is cut."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 

@@ -1,7 +1,5 @@
 """A checkpoint during training is one cut: counted on several parameter servers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameter servers are killed and frozen for real, and their second copies go on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -20,7 +20,6 @@ import numpy as np
 import optax
 import pytest
 from programs import Program
-from system_worlds import all_running, leak_check_behind
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -49,18 +48,6 @@ def cluster():
     env = {"ZSTRAT_LIVENESS": PATIENCE}
     with zs.LocalCluster(num_ps=2, num_workers=2, env=env) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    """As everywhere, but that what is started again for a test may stay."""
-    with leak_check_behind(request):
-        yield
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Processes that a program or a step forks: they end as others do, hold nothing of the
 task that they come from, and are refused its strategy."""
 
-from __future__ import annotations
-
+import contextlib
 import json
 import os
 import pickle
@@ -12,6 +11,24 @@ import psutil
 import pytest
 
 import zstrat as zs
+
+
+@contextlib.contextmanager
+def drawing():
+    """A cluster, its coordinator, and a function that draws the first element of a
+    dataset on its worker."""
+    with (
+        zs.LocalCluster(1, 1, transport="tcp") as cluster,
+        zs.ParameterServerStrategy(cluster) as strategy,
+    ):
+        coordinator = zs.ClusterCoordinator(strategy)
+        draw = zs.function(lambda iterator: next(iterator))
+
+        def drawn(dataset_fn):
+            iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+            return coordinator.schedule(draw, args=(iterator,)).fetch(timeout=60)
+
+        yield cluster, coordinator, drawn
 
 
 def test_processes_that_a_dataset_function_forks():
@@ -39,17 +56,7 @@ def test_processes_that_a_dataset_function_forks():
         while True:
             yield np.array([ended, stays])
 
-    with (
-        zs.LocalCluster(1, 1, transport="tcp") as cluster,
-        zs.ParameterServerStrategy(cluster) as strategy,
-    ):
-        coordinator = zs.ClusterCoordinator(strategy)
-        draw = zs.function(lambda iterator: next(iterator))
-
-        def drawn(dataset_fn):
-            iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-            return coordinator.schedule(draw, args=(iterator,)).fetch(timeout=60)
-
+    with drawing() as (cluster, coordinator, drawn):
         for _ in range(3):
             assert drawn(with_pool) == 2.0
         assert coordinator.metrics()["recoverable_worker_failures"] == 0
@@ -87,17 +94,7 @@ def test_a_function_of_the_script_that_a_pool_cannot_have_comes_with_advice():
         with ThreadPool(1) as pool:
             yield from map(np.float32, pool.map(_twice, [4.0, 9.0]))
 
-    with (
-        zs.LocalCluster(1, 1, transport="tcp") as cluster,
-        zs.ParameterServerStrategy(cluster) as strategy,
-    ):
-        coordinator = zs.ClusterCoordinator(strategy)
-        draw = zs.function(lambda iterator: next(iterator))
-
-        def drawn(dataset_fn):
-            iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-            return coordinator.schedule(draw, args=(iterator,)).fetch(timeout=60)
-
+    with drawing() as (_, _, drawn):
         assert drawn(with_threads) == 8.0
         with pytest.raises(zs.errors.ClosureInputError) as raised:
             drawn(with_pool)

@@ -10,7 +10,7 @@ import optax
 import programs
 import pytest
 from killed_program import IDS, SLOTS, Counting
-from system_worlds import all_running
+from system_worlds import left
 
 import zstrat as zs
 from zstrat.testing import full_disk
@@ -25,11 +25,6 @@ def cluster(tmp_path_factory):
     with zs.LocalCluster(2, 1, env={"ZSTRAT_STATE": str(folder)}) as cluster:
         cluster.state = folder
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
 
 
 @pytest.fixture(autouse=True)
@@ -146,12 +141,6 @@ def test_a_program_that_is_killed_goes_on_with_its_variables(local):
         work.check_table()
     with zs.ParameterServerStrategy(local.resolver, resume="run") as strategy:
         assert not strategy.resumed  # the one before was closed
-
-
-def left(strategy):
-    """It ends as one that has failed."""
-    with pytest.raises(ZeroDivisionError), strategy:
-        1 / 0  # noqa: B018
 
 
 def test_stores_are_found_where_they_have_moved(local):

@@ -9,7 +9,7 @@ from pathlib import Path
 import programs
 import pytest
 from killed_program import Counting
-from system_worlds import all_running, when
+from system_worlds import all_running, left, when
 
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
@@ -28,12 +28,6 @@ OPTIONS = {"resume": "run", "replicas": 1, "settings": SETTINGS}
 def local():
     with leak_check(), zs.LocalCluster(2, 1, settings=SETTINGS) as cluster:
         yield all_running(cluster)
-
-
-def left(strategy):
-    """It ends as one that has failed."""
-    with pytest.raises(ZeroDivisionError), strategy:
-        1 / 0  # noqa: B018
 
 
 def trained(work, numbers):

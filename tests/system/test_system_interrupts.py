@@ -1,7 +1,5 @@
 """Programs that Ctrl-C strikes anywhere in a blocking call go on, and end."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -1,7 +1,5 @@
 """A real daemon that reports itself is taken in while a program trains."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

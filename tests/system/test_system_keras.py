@@ -1,7 +1,5 @@
 """Keras' fit in several processes, and when a parameter server is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 The oracle is a counter for each example, to which a step adds 1 for each that it reads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -18,7 +16,6 @@ import programs
 import pytest
 from click.testing import CliRunner
 from killed_leases import CountingLeases
-from system_worlds import all_running
 
 import zstrat as zs
 from zstrat.cli import main
@@ -35,11 +32,6 @@ SIZE, BATCH, SEED = 3001, 8, 11
 def cluster():
     with leak_check(), zs.LocalCluster(2, 3, transport="tcp") as cluster:
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
 
 
 def resolver_of(cluster, ps, workers):

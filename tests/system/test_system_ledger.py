@@ -1,7 +1,5 @@
 """What a parameter server remembers of closures, where it can remember little."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -63,25 +63,6 @@ def test_a_dataset_that_waits_is_named(daemons, coordinator):
     assert draws[0].numbers["draw_p50"] >= 0.3 / 1.25
 
 
-def test_bytes_that_lie_on_one_parameter_server_are_named(daemons, coordinator):
-    with coordinator.strategy.scope():
-        large = zs.Variable(np.zeros((1024, 1024), np.float32), name="large")
-    (server,) = {large.device.split("/task:")[1].split("/")[0]}
-
-    @zs.function
-    def step():
-        large.assign_add(jnp.ones_like(large.value()))
-
-    for _ in range(16):
-        coordinator.schedule(step)
-    coordinator.join()
-    found = looked_at(daemons)
-    (imbalance,) = [limit for limit in found.limits if limit.what == "imbalance"]
-    assert imbalance.task == f"ps:{server}"
-    assert imbalance.numbers[f"ps:{server}"] > 0.9 * sum(imbalance.numbers.values())
-    assert "variable_partitioner" in imbalance.advice
-
-
 def waits(seconds):
     """A step that computes for so long."""
 
@@ -94,18 +75,6 @@ def waits(seconds):
 
 def named(found, what):
     return {limit.task for limit in found.limits if limit.what == what}
-
-
-def test_workers_that_compute_are_named(daemons, coordinator):
-    step = waits(0.2)
-    for _ in range(20):
-        coordinator.schedule(step)
-    coordinator.join()
-    found = looked_at(daemons)
-    assert found.limits[0].what == "compute"
-    assert named(found, "compute") <= {"worker:0", "worker:1"}
-    assert found.limits[0].numbers["compute_p50"] >= 0.2 / 1.25
-    assert not named(found, "full queue")
 
 
 def test_a_program_that_does_not_schedule_fast_enough_is_named(daemons, coordinator):

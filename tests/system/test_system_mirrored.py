@@ -1,7 +1,5 @@
 """MultiWorkerMirroredStrategy as programs use it, under ``zstrat run`` and without."""
 
-from __future__ import annotations
-
 import json
 import signal
 

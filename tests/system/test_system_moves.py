@@ -1,7 +1,5 @@
 """Parameter servers are added, drained and killed while a program counts its steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The program on the page of ParameterServerStrategy, line by line, on real daemons."""
 
-from __future__ import annotations
-
 import numpy as np
 import optax
 import pytest

@@ -1,7 +1,5 @@
 """What a program sees of keys, versions and strangers on the network."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

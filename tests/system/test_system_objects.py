@@ -1,8 +1,6 @@
 """Objects that hold the coordinator, datasets and iterators, and methods of theirs as
 steps, on real daemons."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
@@ -126,14 +124,6 @@ def test_an_object_that_gets_a_new_iterator_for_each_epoch(world, trainer):
         world.coordinator.join()
         assert all(float(value.fetch()) in (0.0, 1.0) for value in values)
     assert trainer.draw_given.trace_count == 1
-
-
-def test_remote_values_and_datasets_are_no_arguments(world, trainer):
-    value = world.coordinator.schedule(trainer.step, args=(1.0,))
-    with pytest.raises(ValueError, match=r"value\.fetch\(\)"):
-        world.coordinator.schedule(trainer.step, args=(value,))
-    with pytest.raises(TypeError, match=r"iter\(dataset\)"):
-        world.coordinator.schedule(trainer.step, args=(trainer.dataset,))
 
 
 def test_locks_are_refused_by_path(world):

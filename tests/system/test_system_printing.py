@@ -1,7 +1,5 @@
 """What workers print is heard by the program that they work for."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

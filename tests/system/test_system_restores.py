@@ -1,7 +1,5 @@
 """A parameter server is killed for real, and the program goes on from a checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from system_worlds import all_running
 
 import zstrat as zs
 from zstrat.coordinator.recovery import Inventory
@@ -25,11 +22,6 @@ SLOTS = 200
 def cluster():
     with leak_check(), zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,11 @@
-"""Rounds on a real cluster, against plain optax on the mean of the gradients."""
+"""Rounds on a real cluster: which worker has the next step, what is merged, and what is
+refused. That they are steps of optax is in `test_system_rounds_optax`."""
 
 import itertools
 import json
 import math
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,7 +18,7 @@ from zstrat.launch import LocalCluster
 
 pytestmark = pytest.mark.processes
 
-WORKERS, ROUNDS = 2, 5
+WORKERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -31,58 +31,6 @@ def cluster():
 def strategy(cluster):
     with zs.ParameterServerStrategy(cluster.resolver) as made:
         yield made
-
-
-def loss_of(weights, bias, x, y):
-    return jnp.mean((x @ weights + bias - y) ** 2)
-
-
-@pytest.mark.parametrize(
-    "transformation",
-    [
-        optax.sgd(0.1, momentum=0.9),
-        # It needs the norm of the merged gradients, of both servers.
-        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-        # It counts rounds.
-        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    ],
-    ids=["momentum", "clipped", "accumulated"],
-)
-def test_a_round_of_all_workers_is_a_step_of_optax_on_the_mean(
-    strategy, transformation
-):
-    rng = np.random.default_rng(0)
-    params = rng.normal(size=(4, 3)).astype("f"), np.zeros(3, np.float32)
-    with strategy.scope():
-        weights, bias = map(zs.Variable, params)
-        optimizer = zs.Optimizer(transformation, rounds=zs.Rounds(workers=WORKERS))
-    coordinator = zs.ClusterCoordinator(strategy)
-
-    @zs.function
-    def step(x, y):
-        loss = lambda w, b: loss_of(w, b, x, y)  # noqa: E731
-        value, grads = zs.value_and_grad(loss, argnums=(0, 1))(weights, bias)
-        optimizer.apply_gradients(zip(grads, (weights, bias), strict=True))
-        return value
-
-    shapes = (WORKERS * ROUNDS, 8, 4), (WORKERS * ROUNDS, 8, 3)
-    batches = list(zip(*(rng.normal(size=s).astype("f") for s in shapes), strict=True))
-    state = transformation.init(params)
-    for number in range(ROUNDS):
-        some = slice(number * WORKERS, (number + 1) * WORKERS)
-        values = [coordinator.schedule(step, args=batch) for batch in batches[some]]
-        coordinator.join()  # or a step of the next round is ready before one of this
-        found = [
-            jax.value_and_grad(lambda p, batch=batch: loss_of(*p, *batch))(params)
-            for batch in batches[some]
-        ]
-        losses = [value.fetch() for value in values]
-        np.testing.assert_allclose(losses, [loss for loss, _ in found], rtol=1e-5)
-        mean = jax.tree.map(lambda *g: sum(g) / WORKERS, *(grads for _, grads in found))
-        moved, state = transformation.update(mean, state, params)
-        params = optax.apply_updates(params, moved)
-    np.testing.assert_allclose(weights.numpy(), params[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(bias.numpy(), params[1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_goes_to_the_worker_that_the_round_waits_for(strategy):

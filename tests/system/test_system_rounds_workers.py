@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from system_rounds import Logged
-from system_worlds import all_have_worked, all_running, leak_check_behind, when
+from system_worlds import all_have_worked, when
 
 import zstrat as zs
 from zstrat.testing import Relay
@@ -25,18 +25,6 @@ def cluster():
     env = {"ZSTRAT_LIVENESS": PATIENCE}
     with zs.LocalCluster(2, WORKERS, transport="tcp", env=env) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def local(cluster):
-    return all_running(cluster)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    """As everywhere, but that what is started again for a test may stay."""
-    with leak_check_behind(request):
-        yield
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Handles that outlive their strategy, and handles that no worker can reach."""
 
-from __future__ import annotations
-
 import numpy as np
 import optax
 import pytest

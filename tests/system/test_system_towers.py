@@ -1,7 +1,5 @@
 """TF 1.12's strategy over real parameter servers: two programs of two towers each."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Real daemons that are added, move and are removed while a program trains."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 

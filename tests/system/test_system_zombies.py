@@ -1,14 +1,12 @@
 """Workers that are killed or frozen while an error is raised: counted effects."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 
 import numpy as np
 import pytest
-from system_worlds import all_have_worked, all_running, leak_check_behind
+from system_worlds import all_have_worked, all_running
 
 import zstrat as zs
 
@@ -29,13 +27,6 @@ def local(cluster, monkeypatch):
     # on where it was when it wakes up.
     monkeypatch.setenv("ZSTRAT_LIVENESS", "4")
     return all_running(cluster)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    """As everywhere, but that what is started again for a test may stay."""
-    with leak_check_behind(request):
-        yield
 
 
 @pytest.fixture

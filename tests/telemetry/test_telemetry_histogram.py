@@ -1,7 +1,5 @@
 """Counts by size: quantiles against numpy's, merging, windows, and plain data."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

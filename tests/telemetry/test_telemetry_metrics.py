@@ -3,8 +3,6 @@
 `make metrics` writes the table.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -15,7 +13,7 @@ TABLE = re.compile(r"(?<=\| key \| of \| unit \| what \|\n)(\|.*\n)+")
 TASKS = {"ps": "parameter server", "worker": "worker"}
 
 
-def table() -> str:
+def table():
     """The rows below the heading of the table."""
     rows = [
         f"| `{each.name}` | {' and '.join(TASKS[job] for job in reversed(each.of))} "
@@ -26,13 +24,13 @@ def table() -> str:
     return "|---|---|---|---|\n" + "".join(rows)
 
 
-def test_the_page_has_every_number_of_a_task() -> None:
+def test_the_page_has_every_number_of_a_task():
     found = TABLE.search(PAGE.read_text())
     assert found, f"{PAGE.name} has no such table"
     assert found[0] == table(), "write it by `make metrics`"
 
 
-def test_a_number_has_one_name_and_one_unit_in_all_tasks() -> None:
+def test_a_number_has_one_name_and_one_unit_in_all_tasks():
     several = [*task_metrics("ps"), *task_metrics("worker")]
     assert len({(m.name, m.unit, m.kind) for m in several}) == len(COLUMNS)
 

@@ -1,7 +1,5 @@
 """What a recorder makes of the times of steps: phases, rates, shares, captures."""
 
-from __future__ import annotations
-
 import pytest
 
 from zstrat.telemetry import (

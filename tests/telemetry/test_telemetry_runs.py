@@ -1,7 +1,5 @@
 """What a real run tells of itself: in the program, to an observer, and after a kill."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -117,14 +115,19 @@ def test_the_program_sees_what_its_tasks_do(trained):
     assert at > 0
 
 
+def written(folder, **jobs):
+    """The file of a cluster."""
+    file = folder / "cluster.toml"
+    lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs.items()]
+    file.write_text("[cluster]\n" + "".join(lines))
+    return file
+
+
 def test_an_observer_sees_the_same(cluster, trained, tmp_path):
     # Before the observer asks: what a worker has sent only grows.
     metrics = until(trained, lambda metrics: metrics["tasks"]["worker:0"]["transports"])
     transports = metrics["tasks"]["worker:0"]["transports"]["socket"]
-    file = tmp_path / "cluster.toml"
-    jobs = cluster.spec.as_dict().items()
-    lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
-    file.write_text("[cluster]\n" + "".join(lines))
+    file = written(tmp_path, **cluster.spec.as_dict())
     told = CliRunner().invoke(
         main, ["top", "--cluster", str(file), "--json", "--count", "1"]
     )
@@ -162,11 +165,7 @@ def test_a_small_terminal_has_whole_names_and_what_holds_the_run_up(
 ):
     absent = [f"ipc://{tmp_path}/{number}" for number in range(30)]
     jobs = cluster.spec.as_dict()
-    file = tmp_path / "cluster.toml"
-    file.write_text(
-        f"[cluster]\nps = {json.dumps(jobs['ps'])}\n"
-        f"worker = {json.dumps(jobs['worker'] + absent)}\n"
-    )
+    file = written(tmp_path, ps=jobs["ps"], worker=jobs["worker"] + absent)
     looks = ["top", "--cluster", str(file), "--count", "1", "--timeout", "6"]
     lines = in_terminal(looks, 24, 60)
     assert not [line for line in lines if "…" in line]
@@ -222,10 +221,7 @@ def test_rounds_are_seen_in_the_program_and_by_an_observer(cluster, trained, tmp
     assert (rounds["workers"], rounds["waiting"], rounds["late"]) == (1, 0, {})
     assert rounds["waited_for"] == {}  # nobody contributed before it
     assert applied(cluster, weight.spec.ps) == pushed + STEPS
-    file = tmp_path / "cluster.toml"
-    jobs = cluster.spec.as_dict().items()
-    lines = [f"{job} = {json.dumps(addresses)}\n" for job, addresses in jobs]
-    file.write_text("[cluster]\n" + "".join(lines))
+    file = written(tmp_path, **cluster.spec.as_dict())
     looks = ["top", "--cluster", str(file), "--count", "1"]
     seen = json.loads(CliRunner().invoke(main, [*looks, "--json"]).stdout)
     assert seen["rounds"]["sgd"]["workers"] == 1

@@ -56,38 +56,36 @@ def test_seeds_keep_the_contract(first):
     assert not failed, "python -m simulation SEED --tell"
 
 
-def test_a_restore_while_the_end_is_looked_at_is_no_broken_promise():
-    """A server loses its power between a read of the marks and one of the tables."""
-    assert run_seed(51384).failure is None
+FOUND = {
+    # A server loses its power between a read of the marks and one of the tables.
+    "a restore while the end is looked at is no broken promise": (51384, ""),
+    # A server is told to stop while the program hears it with delay; an update of the
+    # program's own fails on that one alone, and two checkpoints are saved behind it.
+    "what was told to have failed may be on some servers": (144069, ""),
+    # A coroutine that nobody awaited is told of when it is collected.
+    "a request that came as its task ended was begun or ended": (300229, ""),
+    # A worker was let go before: the coordinator spoke to it over a closed link.
+    "a coordinator that is made later": (412, "changes_coordinator"),
+    # Between the creation and the withdrawal. The next program finds the variable where
+    # its own creation of that number is, and what it does not create stays.
+    "a program is killed amid a failed creation": (10771, ""),
+    # The program was killed and started again, and its servers had kept nothing.
+    "a server restarts while a program opens its session": (31043, ""),
+    # The old copy was dropped before the new one was whole.
+    "a server is lost while a store moves": (263, "only_moves"),
+    "another one is lost while a store moves": (503, "only_moves"),
+    # A server that drains refused what a checkpoint asks first.
+    "saves and restores end while servers end": (107, "saves"),
+}
+"""A seed, and what its scenario has to have."""
 
 
-def test_what_the_program_was_told_to_have_failed_may_be_on_some_servers():
-    """A server is told to stop while the program hears it with delay; an update of the
-    program's own fails on that one alone, and two checkpoints are saved behind it."""
-    assert run_seed(144069).failure is None
-
-
-def test_a_request_that_came_as_its_task_ended_was_begun_or_ended():
-    """A coroutine that nobody awaited would be told of when it is collected."""
-    assert run_seed(300229).failure is None
+@pytest.mark.parametrize("what", FOUND)
+def test_what_a_seed_has_found_once(what):
+    seed, theme = FOUND[what]
+    assert not theme or getattr(scenario_of(seed), theme)
+    assert run_seed(seed).failure is None
     gc.collect()
-
-
-def test_a_coordinator_that_is_made_later_leaves_workers_that_were_let_go_alone():
-    """One was let go before: the next coordinator spoke to it over a closed link."""
-    assert scenario_of(412).changes_coordinator
-    assert run_seed(412).failure is None
-
-
-def test_a_program_that_is_killed_amid_a_failed_creation_leaves_the_variable():
-    """Between the creation and the withdrawal. The next program finds it where its own
-    creation of that number is, and what it does not create stays."""
-    assert run_seed(10771).failure is None
-
-
-def test_a_server_that_restarts_while_a_program_opens_its_session_is_taken_empty():
-    """The program was killed and started again, and its servers had kept nothing."""
-    assert run_seed(31043).failure is None
 
 
 def test_a_seed_replays_to_the_same_event():
@@ -347,19 +345,6 @@ def test_a_server_that_is_told_to_stop_loses_nothing():
     verdict = run_scenario(scenario(1, retired, hands_over=True))
     assert verdict.failure is None
     assert verdict.steps == 17
-
-
-@pytest.mark.parametrize("seed", [263, 503])
-def test_any_one_server_may_be_lost_while_a_store_moves(seed):
-    """The old copy was dropped before the new one was whole."""
-    assert scenario_of(seed).only_moves
-    assert run_seed(seed).failure is None
-
-
-def test_saves_and_restores_end_while_servers_with_a_second_copy_end():
-    """A server that drains refused what a checkpoint asks first."""
-    assert scenario_of(107).saves
-    assert run_seed(107).failure is None
 
 
 def test_many_seeds_from_a_shell(capsys):

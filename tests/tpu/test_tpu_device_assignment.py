@@ -1,15 +1,11 @@
 """Device assignments: TensorFlow's rules, and that cores are distributed once."""
 
 import itertools
-import math
 import pickle
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from zstrat.tpu._device_assignment import Packing
 from zstrat.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology
 
 
@@ -131,102 +127,82 @@ def test_more_replicas_than_fit():
         DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=0)
 
 
-def test_one_core():
-    assert cores(DeviceAssignment.build(whole([2, 2, 1, 2]))) == ["0000"]
+MESH = DeviceOrderMode.MESH
 
-
-def test_a_serialized_topology():
-    data = whole([2, 2, 1, 2]).serialized()
-    assert DeviceAssignment.build(data, num_replicas=8).num_replicas == 8
-
-
-def test_both_cores_of_a_chip_go_before_another_chip():
-    """Four replicas of one core: two chips along x, and not four."""
-    found = DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=4)
-    assert cores(found) == ["0000", "0001", "1000", "1001"]
+BUILDS = {
+    "one core": (whole([2, 2, 1, 2]), {}, "0000"),
+    # Four replicas of one core: two chips along x, and not four.
+    "both cores of a chip go before another chip": (
+        whole([2, 2, 1, 2]),
+        {"num_replicas": 4},
+        "0000 0001 1000 1001",
+    ),
+    "replicas go by core, then x, then y": (
+        whole([2, 2, 1, 2]),
+        {"num_replicas": 8},
+        "0000 0001 1000 1001 0100 0101 1100 1101",
+    ),
+    "replicas near a square": (
+        whole([4, 4, 1, 1]),
+        {"num_replicas": 4},
+        "0000 1000 0100 1100",
+    ),
+    "replicas that fill no grid": (
+        whole([2, 2, 1, 1]),
+        {"num_replicas": 3},
+        "0000 1000 0100",
+    ),
+    "cores of a replica row by row": (
+        whole([2, 2, 1, 2]),
+        {
+            "computation_shape": [2, 2, 1, 1],
+            "num_replicas": 2,
+            "device_order_mode": MESH,
+        },
+        "0000 0100 1000 1100 0001 0101 1001 1101",
+    ),
+    "strided replicas interlock": (
+        whole([4, 1, 1, 1]),
+        {
+            "computation_shape": [2, 1, 1, 1],
+            "computation_stride": [2, 1, 1, 1],
+            "num_replicas": 2,
+        },
+        "0000 2000 1000 3000",
+    ),
+    # Whole chips, all of them: chips of a replica in a ring with their cores together,
+    # replicas in a ring of blocks.
+    "rings through chips": (
+        whole([2, 4, 1, 2]),
+        {"computation_shape": [2, 2, 1, 2], "num_replicas": 2},
+        "0000 0001 1000 1001 1100 1101 0100 0101 "
+        "0200 0201 1200 1201 1300 1301 0300 0301",
+    ),
+    "rings through replicas": (
+        whole([2, 2, 1, 2]),
+        {"computation_shape": [1, 1, 1, 2], "num_replicas": 4},
+        "0000 0001 1000 1001 1100 1101 0100 0101",
+    ),
+    "rows where a ring is possible": (
+        whole([2, 2, 1, 2]),
+        {
+            "computation_shape": [1, 1, 1, 2],
+            "num_replicas": 4,
+            "device_order_mode": MESH,
+        },
+        "0000 0001 1000 1001 0100 0101 1100 1101",
+    ),
+}
 
 
 @pytest.mark.shows("tf.tpu.experimental.DeviceAssignment.build")
-def test_replicas_go_by_core_then_x_then_y():
-    found = DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=8)
-    assert cores(found) == [
-        "0000",
-        "0001",
-        "1000",
-        "1001",
-        "0100",
-        "0101",
-        "1100",
-        "1101",
-    ]
-
-
 @pytest.mark.shows("DeviceAssignment.build(computation_shape=, num_replicas=)")
-def test_cores_of_a_replica_row_by_row():
-    found = DeviceAssignment.build(
-        whole([2, 2, 1, 2]),
-        [2, 2, 1, 1],
-        num_replicas=2,
-        device_order_mode=DeviceOrderMode.MESH,
-    )
-    assert cores(found) == [
-        "0000",
-        "0100",
-        "1000",
-        "1100",
-        "0001",
-        "0101",
-        "1001",
-        "1101",
-    ]
-
-
-def test_strided_replicas_interlock():
-    found = DeviceAssignment.build(
-        whole([4, 1, 1, 1]), [2, 1, 1, 1], [2, 1, 1, 1], num_replicas=2
-    )
-    assert cores(found) == ["0000", "2000", "1000", "3000"]
-
-
-def test_rings_through_chips_and_through_replicas():
-    """Whole chips, all of them: chips of a replica in a ring with their cores together,
-    replicas in a ring of blocks."""
-    found = DeviceAssignment.build(whole([2, 4, 1, 2]), [2, 2, 1, 2], num_replicas=2)
-    inner = ["00", "10", "11", "01"]
-    expected = [
-        f"{x}{int(y) + up}0{core}" for up in (0, 2) for x, y in inner for core in (0, 1)
-    ]
-    assert cores(found) == expected
-    found = DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 1, 1, 2], num_replicas=4)
-    assert cores(found) == [
-        "0000",
-        "0001",
-        "1000",
-        "1001",
-        "1100",
-        "1101",
-        "0100",
-        "0101",
-    ]
-
-
-def test_mesh_order_where_a_ring_is_possible():
-    found = DeviceAssignment.build(
-        whole([2, 2, 1, 2]),
-        [1, 1, 1, 2],
-        num_replicas=4,
-        device_order_mode=DeviceOrderMode.MESH,
-    )
-    assert cores(found) == [
-        "0000",
-        "0001",
-        "1000",
-        "1001",
-        "0100",
-        "0101",
-        "1100",
-        "1101",
-    ]
+@pytest.mark.parametrize("case", BUILDS)
+def test_which_cores_replicas_have(case):
+    """TensorFlow's examples; any other build is in `test_tpu_brute_force`."""
+    topology, options, expected = BUILDS[case]
+    for given in (topology, topology.serialized()):
+        assert cores(DeviceAssignment.build(given, **options)) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -265,62 +241,3 @@ def test_a_holed_mesh_has_no_strides_and_may_have_too_few():
         DeviceAssignment.build(HOLED, computation_stride=[2, 1, 1, 1])
     with pytest.raises(ValueError, match=r"requested 4 replicas of 2 cores.* has 6"):
         DeviceAssignment.build(HOLED, [1, 1, 1, 2], num_replicas=4)
-
-
-@st.composite
-def builds(draw):
-    mesh = draw(st.tuples(*[st.integers(1, 4)] * 4))
-    shape = [draw(st.integers(1, size)) for size in mesh]
-    stride = [draw(st.integers(1, m // s)) for m, s in zip(mesh, shape, strict=True)]
-    packed = Packing(mesh, tuple(shape), tuple(stride), 1)
-    replicas = draw(st.integers(1, math.prod(packed.counts)))
-    return mesh, shape, stride, replicas
-
-
-@given(builds(), st.sampled_from([DeviceOrderMode.AUTO, DeviceOrderMode.MESH]))
-def test_no_core_is_given_twice(build, order):
-    mesh, shape, stride, replicas = build
-    found = DeviceAssignment.build(whole(mesh), shape, stride, replicas, order)
-    assert found.core_assignment.shape == (replicas, math.prod(shape), 4)
-    places = found.core_assignment.reshape(-1, 4)
-    assert len(np.unique(places, axis=0)) == len(places)
-    assert (places >= 0).all()
-    assert (places < mesh).all()
-    if len(places) == math.prod(mesh):
-        assert {*map(tuple, places.tolist())} == {*itertools.product(*map(range, mesh))}
-
-
-@given(builds())
-def test_each_replica_is_a_block_of_its_shape(build):
-    mesh, shape, stride, replicas = build
-    found = DeviceAssignment.build(whole(mesh), shape, stride, replicas)
-    for block in found.core_assignment:
-        for axis in range(4):
-            expected = np.arange(shape[axis]) * stride[axis]
-            seen = np.unique(block[:, axis])
-            np.testing.assert_array_equal(seen - seen[0], expected)
-
-
-@given(builds())
-def test_the_grid_of_replicas_has_room_for_all_and_is_no_larger_than_the_mesh(build):
-    mesh, shape, stride, replicas = build
-    packed = Packing(tuple(mesh), tuple(shape), tuple(stride), replicas)
-    assert math.prod(packed.grid()) >= replicas
-    assert all(g <= c for g, c in zip(packed.grid(), packed.counts, strict=True))
-
-
-@given(st.tuples(*[st.sampled_from([1, 2, 4])] * 3), st.integers(1, 2), st.data())
-def test_logical_cores_in_ring_order_are_neighbours(chips, per_chip, data):
-    shape = [
-        data.draw(st.sampled_from([d for d in (1, 2, 4) if d <= n])) for n in chips
-    ]
-    shape.append(per_chip)
-    mesh = [*chips, per_chip]
-    replicas = math.prod(mesh) // math.prod(shape)
-    assume(math.prod(shape) > 1)
-    found = DeviceAssignment.build(
-        whole(mesh), shape, None, replicas, DeviceOrderMode.RING
-    )
-    for block in found.core_assignment.tolist():
-        for (*a, _), (*b, _) in itertools.pairwise(block):
-            assert sum(abs(i - j) for i, j in zip(a, b, strict=True)) <= 1

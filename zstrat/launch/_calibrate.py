@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -216,23 +216,18 @@ def _call(
     """Binds the arguments of a collective call to an array of ``nbytes`` bytes; the
     result takes no argument. For an all-gather the array is the result, of which each
     rank has a part."""
-    count = max(nbytes // 4, 1)
-    whole = np.ones(count, np.float32)
-    match kind:
-        case CallKind.ALL_REDUCE:
-            return partial(group.all_reduce, whole, algorithm=algorithm)
-        case CallKind.REDUCE_SCATTER:
-            return partial(group.reduce_scatter, whole, algorithm=algorithm)
-        case CallKind.BROADCAST:
-            return partial(group.broadcast, whole, algorithm=algorithm)
-        case CallKind.ALL_GATHER:
-            # Rounded up: at least one element, also on more ranks than elements.
-            part = whole[: -(-count // group.size)]
-            return partial(group.all_gather, part, algorithm=algorithm)
-        case CallKind.ALL_TO_ALL | CallKind.BARRIER:
-            raise ValueError(f"{kind.value} has one algorithm: nothing to compare")
-        case _:
-            assert_never(kind)
+    array = np.ones(max(nbytes // 4, 1), np.float32)
+    if kind is CallKind.ALL_GATHER:
+        # Rounded up: at least one element, also on more ranks than elements.
+        array = array[: -(-array.size // group.size)]
+    # Those with several algorithms.
+    calls: dict[CallKind, Callable[..., object]] = {
+        CallKind.ALL_REDUCE: group.all_reduce,
+        CallKind.REDUCE_SCATTER: group.reduce_scatter,
+        CallKind.BROADCAST: group.broadcast,
+        CallKind.ALL_GATHER: group.all_gather,
+    }
+    return partial(calls[kind], array, algorithm=algorithm)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from ._started_tasks import (
     daemon_environment,
     environments_with_gpus,
     share,
-    virtual_device_arguments,
 )
 
 if TYPE_CHECKING:
@@ -102,9 +101,9 @@ class LocalCluster(StartedTasks[Child]):
         self._settings = settings or settings_from(environment())
         self.transport = transport or self._settings.transport
         self._coordinates = coordinates
-        self._extra = (
-            () if worker_devices is None else virtual_device_arguments(worker_devices)
-        )
+        self._extra: tuple[str, ...] = ()
+        if worker_devices is not None:
+            self._extra = ("--platform", "cpu", "--devices", str(worker_devices))
         daemons = daemon_environment(self._settings, self.transport, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         if self._extra:

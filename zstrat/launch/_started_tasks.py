@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.launch")
 
 
-def virtual_device_arguments(devices: int) -> tuple[str, ...]:
-    """Returns the command line arguments that give a worker this many virtual CPU
-    devices."""
-    return ("--platform", "cpu", "--devices", str(devices))
-
-
 def share(workers: int) -> int:
     """Returns the number of cores for each worker of this machine. If each worker had
     threads for all cores, they would wait for each other: two workers on two cores take

@@ -183,22 +183,19 @@ def _worker_limits(
                 words = f"{words} {percent(share)} of its time"
                 numbers = _numbers(what, worker)
                 limit = Limit(name, what, share, words, advice, numbers)
-                found.append(_with_long_phase(limit, worker))
             # Before the plain pull: in rounds a wait for values is one for others.
             case "pull" if metrics.get("rounds"):
-                found.append(
-                    _with_long_phase(_round_pull_limit(name, share, worker), worker)
-                )
+                limit = _round_pull_limit(name, share, worker)
             case "idle" if queued and metrics.get("largest_lead") is not None:
-                found.append(_lead_limit(name, share, worker))
+                limit = _lead_limit(name, share, worker)
             case "pull":
-                found.append(
-                    _with_long_phase(_pull_limit(name, share, worker, servers), worker)
-                )
+                limit = _pull_limit(name, share, worker, servers)
             case "push":
-                found.append(_push_limit(name, share, worker, servers))
+                limit = _push_limit(name, share, worker, servers)
             case _:
-                found.append(_idle_limit(name, share, worker, queued, full))
+                limit = _idle_limit(name, share, worker, queued, full)
+        # An eager step, which alone waits for pushes, is in one phase: computing.
+        found.append(limit if what == "push" else _with_long_phase(limit, worker))
     return found
 
 

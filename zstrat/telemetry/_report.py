@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ._histogram import HistogramTable, Unit
 from ._limits import slowest
@@ -75,7 +75,7 @@ def report(tasks: Mapping[str, TaskReport]) -> dict[str, Plain]:
         # None rather than 0: steps that draw from no dataset have no examples.
         "examples_per_s": sum(entries[name]["examples_per_s"] or 0 for name in workers)
         or None,
-        "queued_closures": int(_number(program.get("waiting"))),
+        "queued_closures": _count(program.get("waiting")),
         "queue_full": bool(program.get("full")),
         "phases": {
             str(phase): phases.merged((name, phase) for name in workers).summary()
@@ -108,13 +108,13 @@ def _task(
         entry["examples_per_s"] = entry["examples_per_s"] or None
         entry |= {
             "phases": _summaries(name, WORKER_PHASES, phases),
-            "time": _shares(values, "time"),
-            "now": _now(_part(values, "now")),
+            "time": _shaped(values.get("time"), _SHARES),
+            "now": _shaped(now, _NOW) if (now := _part(values, "now")) else None,
             "staleness": {
                 store: stale.summary((name, store))
                 for store in _part(values, "staleness")
             },
-            "slow_pulls": _shares(values, "stalls"),
+            "slow_pulls": _shaped(values.get("stalls"), _SHARES),
         }
     if job == PS:
         busy = _number(_part(values, "time").get(Phase.APPLY))
@@ -135,62 +135,10 @@ def _of_program(programs: Iterable[Mapping[str, Plain]]) -> dict[str, Plain]:
     # Each worker has what the program sent to it last: only one of them is the newest.
     sent = [_part(program, "metrics") for program in programs]
     newest = max(sent, key=lambda metrics: _number(metrics.get("at")), default={})
-    rounds, lead = _part(newest, "rounds"), newest.get("largest_lead")
-    leases = _part(newest, "leases")
     return {
-        "rounds": {name: _rounds(_part(rounds, name)) for name in rounds},
-        "largest_lead": None if lead is None else int(_number(lead)),
-        "leases": {name: _leases(_part(leases, name)) for name in leases},
-    }
-
-
-def _leases(values: Mapping[str, Plain]) -> dict[str, Plain]:
-    counts = ("epoch", "epochs", "examples", "total", "open", "done", "skipped")
-    return {
-        what: None if values.get(what) is None else int(_number(values[what]))
-        for what in counts
-    }
-
-
-def _rounds(values: Mapping[str, Plain]) -> dict[str, Plain]:
-    recent = _part(values, "recent")
-    return {
-        **{
-            what: int(_number(values.get(what)))
-            for what in ("workers", "backup", "waiting", "closed")
-        },
-        "per_s": _number(values.get("per_s")),
-        **{
-            what: {worker: int(_number(n)) for worker, n in _part(values, what).items()}
-            for what in ("late", "dropped")
-        },
-        "waited_for": _waits(values),
-        "recent": {
-            "rounds": int(_number(recent.get("rounds"))),
-            "seconds": _number(recent.get("seconds")),
-            "waited_for": _waits(recent),
-        },
-    }
-
-
-def _waits(values: Mapping[str, Plain]) -> dict[str, Plain]:
-    waits = _part(values, "waited_for")
-    return {
-        worker: {
-            "rounds": int(_number(_part(waits, worker).get("rounds"))),
-            "seconds": _number(_part(waits, worker).get("seconds")),
-        }
-        for worker in waits
-    }
-
-
-def _now(phase: Mapping[str, Plain]) -> dict[str, Plain] | None:
-    if not phase:
-        return None
-    return {
-        "phase": str(phase.get("phase")),
-        "step": int(_number(phase.get("step"))),
-        "seconds": _number(phase.get("seconds")),
+        "rounds": _shaped(newest.get("rounds"), _ROUNDS),
+        "largest_lead": _known_count(newest.get("largest_lead")),
+        "leases": _shaped(newest.get("leases"), _LEASES),
     }
 
 
@@ -210,8 +158,46 @@ def _number(value: Plain) -> float:
     return float(value) if is_finite else 0.0
 
 
-def _shares(values: Mapping[str, Plain], name: str) -> dict[str, float]:
-    return {what: _number(share) for what, share in _part(values, name).items()}
+def _count(value: Plain) -> int:
+    return int(_number(value))
+
+
+def _known_count(value: Plain) -> int | None:
+    return None if value is None else _count(value)
+
+
+_EACH: Final = ""
+"""The key of a shape that has no names of its own: it is for each name in a report."""
+_SHARES: Final = {_EACH: _number}
+_NOW: Final = {"phase": str, "step": _count, "seconds": _number}
+_WAITS: Final = {_EACH: {"rounds": _count, "seconds": _number}}
+_ROUNDS: Final = {
+    _EACH: {
+        **dict.fromkeys(("workers", "backup", "waiting", "closed"), _count),
+        "per_s": _number,
+        "late": {_EACH: _count},
+        "dropped": {_EACH: _count},
+        "waited_for": _WAITS,
+        "recent": {"rounds": _count, "seconds": _number, "waited_for": _WAITS},
+    }
+}
+_LEASES: Final = {
+    _EACH: dict.fromkeys(
+        ("epoch", "epochs", "examples", "total", "open", "done", "skipped"),
+        _known_count,
+    )
+}
+
+
+def _shaped(value: Plain, shape: Any) -> Plain:
+    """Converts a part of a report to a shape: a function, or shapes by name. What is
+    missing or has another form is what the functions make of None."""
+    if callable(shape):
+        return shape(value)
+    known = value if isinstance(value, dict) else {}
+    if _EACH in shape:
+        return {name: _shaped(each, shape[_EACH]) for name, each in known.items()}
+    return {name: _shaped(known.get(name), inner) for name, inner in shape.items()}
 
 
 def _windows(tasks: Mapping[str, TaskReport], part: str) -> dict[Window, Plain]:

@@ -32,6 +32,7 @@ from ._network import Relay
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from zstrat.config import Settings
 
@@ -257,12 +258,10 @@ class RelayedCluster(abc.ABC):
         """Resets all connections of a task; peers may reconnect at once."""
         self.relay(task).reset()
 
-    @contextlib.contextmanager
-    def blackholed(self, task: str) -> Iterator[None]:
+    def blackholed(self, task: str) -> AbstractContextManager[None]:
         """Silently drops all traffic between a task and the other tasks during the
         block."""
-        with self.relay(task).blackholed():
-            yield
+        return self.relay(task).blackholed()
 
     @abc.abstractmethod
     def _start(self, stack: contextlib.ExitStack) -> Mapping[str, str]:
@@ -322,11 +321,9 @@ class DaemonCluster(RelayedCluster):
         finally:
             self.local.restart(task)
 
-    @contextlib.contextmanager
-    def frozen(self, task: str) -> Iterator[None]:
+    def frozen(self, task: str) -> AbstractContextManager[None]:
         """Stops a task (SIGSTOP), and continues it after the block."""
-        with frozen(self.local.pid(task)):
-            yield
+        return frozen(self.local.pid(task))
 
 
 @final

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
+    from contextlib import AbstractContextManager
 
 
 T = TypeVar("T")
@@ -224,26 +225,20 @@ class SwitchedNetwork:
             with contextlib.suppress(subprocess.CalledProcessError):  # never made
                 _ip("netns", "del", name)
 
-    @contextlib.contextmanager
-    def unplugged(self, n: int) -> Iterator[None]:
+    def unplugged(self, n: int) -> AbstractContextManager[None]:
         """Unplugs the cable of machine ``n`` during the block, which its network card
         notices."""
-        with self._fault(self._plug, n):
-            yield
+        return self._fault(self._plug, n)
 
-    @contextlib.contextmanager
-    def lossy(self, n: int) -> Iterator[None]:
+    def lossy(self, n: int) -> AbstractContextManager[None]:
         """Makes the switch silently drop all packets from and to machine ``n`` during
         the block."""
-        with self._fault(self._forward, n):
-            yield
+        return self._fault(self._forward, n)
 
-    @contextlib.contextmanager
-    def mute(self, n: int) -> Iterator[None]:
+    def mute(self, n: int) -> AbstractContextManager[None]:
         """Drops all packets from machine ``n``, but not those to it, during the
         block."""
-        with self._fault(self._unmute, n):
-            yield
+        return self._fault(self._unmute, n)
 
     @contextlib.contextmanager
     def _fault(self, set_line: Callable[[int, bool], None], n: int) -> Iterator[None]:

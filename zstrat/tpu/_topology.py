@@ -26,7 +26,6 @@ devices.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -145,13 +144,11 @@ class Topology:
     def serialized(self) -> bytes:
         """Returns the topology as bytes, a ``TopologyProto`` of TensorFlow."""
         if self._serialized is None:
-            self._serialized = encode(
-                TopologyMessage(
-                    tuple(self._mesh_shape.tolist()),
-                    self.num_tasks,
-                    self.num_tpus_per_task,
-                    tuple(self._coordinates.ravel().tolist()),
-                )
+            self._serialized = _encode(
+                self._mesh_shape.tolist(),
+                self.num_tasks,
+                self.num_tpus_per_task,
+                self._coordinates.ravel().tolist(),
             )
         return self._serialized
 
@@ -217,22 +214,20 @@ def _require_apart(coordinates: np.ndarray, places: int) -> None:
 
 def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
     # Other programs made these bytes, so sizes are compared before arrays are made.
-    message = decode(serialized)
-    mesh = tuple(_mesh(np.asarray(message.mesh_shape, np.int64)).tolist())
-    sizes = message.num_tasks, message.num_tpu_devices_per_task
+    extents, *sizes, coordinates = _decode(serialized)
+    mesh = tuple(_mesh(np.asarray(extents, np.int64)).tolist())
     for name, size in zip(
         ("num_tasks", "num_tpu_devices_per_task"), sizes, strict=True
     ):
         if size < 0:
             raise ValueError(f"`{name}` must be >= 0; got {size}")
-    if len(message.device_coordinates) != sizes[0] * sizes[1] * RANK:
+    if len(coordinates) != sizes[0] * sizes[1] * RANK:
         raise ValueError(
             f"`device_coordinates` must have shape num_tasks ({sizes[0]}) * "
             f"num_tpu_devices_per_task ({sizes[1]}) * len(mesh_shape) ({RANK}); got "
-            f"{len(message.device_coordinates)} numbers"
+            f"{len(coordinates)} numbers"
         )
-    numbers = np.asarray(message.device_coordinates, np.int64)
-    return mesh, numbers.reshape(*sizes, RANK)
+    return mesh, np.asarray(coordinates, np.int64).reshape(*sizes, RANK)
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -253,30 +248,20 @@ _MAX_VARINT: Final = 10
 """Bytes of the longest varint, which has 64 bits, 7 in each byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class TopologyMessage:
-    """The fields of a ``TopologyProto``, as they are on the wire."""
-
-    mesh_shape: tuple[int, ...]
-    num_tasks: int
-    num_tpu_devices_per_task: int
-    device_coordinates: tuple[int, ...]
-
-
-def encode(message: TopologyMessage) -> bytes:
-    """Encodes a message whose numbers are not negative."""
+def _encode(mesh: list[int], tasks: int, devices: int, coordinates: list[int]) -> bytes:
+    """Encodes the fields of a ``TopologyProto``, which are not negative."""
     return b"".join(
         (
-            _packed(_MESH, message.mesh_shape),
-            _number(_TASKS, message.num_tasks),
-            _number(_DEVICES, message.num_tpu_devices_per_task),
-            _packed(_COORDINATES, message.device_coordinates),
+            _packed(_MESH, mesh),
+            _number(_TASKS, tasks),
+            _number(_DEVICES, devices),
+            _packed(_COORDINATES, coordinates),
         )
     )
 
 
-def decode(data: bytes) -> TopologyMessage:
-    """Decodes the bytes of a message; the inverse of `encode`.
+def _decode(data: bytes) -> tuple[list[int], int, int, list[int]]:
+    """Decodes the fields of a ``TopologyProto``; the inverse of `_encode`.
 
     Raises:
         ValueError: The bytes are not such a message; the error names the position of
@@ -292,11 +277,11 @@ def decode(data: bytes) -> TopologyMessage:
             found.setdefault(field, []).extend(_numbers(value))
     # Of a number that comes twice protocol buffers take the last one, and they leave
     # out a zero; repeated fields are joined.
-    return TopologyMessage(
-        tuple(found.get(_MESH, ())),
+    return (
+        found.get(_MESH, []),
         found.get(_TASKS, [0])[-1],
         found.get(_DEVICES, [0])[-1],
-        tuple(found.get(_COORDINATES, ())),
+        found.get(_COORDINATES, []),
     )
 
 

@@ -31,7 +31,6 @@ from zstrat.threads import Promise, SteadyThread
 from .state import (
     BeginFailed,
     DrainTask,
-    FleetOver,
     FleetReady,
     FleetStage,
     FleetState,
@@ -188,8 +187,6 @@ class FleetThread:
             case BeginFailed(error, task):
                 self.failed.add(task)
                 self.ready.fail(error)
-            case FleetOver():
-                pass  # the loop checks the stage
             case _:
                 assert_never(order)
 

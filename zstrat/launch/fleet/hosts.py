@@ -210,7 +210,7 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
     # Keys outside of the tables of the hosts are defaults for all of them.
     rest = dict(table)
     named = rest.pop("hosts", None)
-    counts = {key: rest.pop(key, None) for key in ("ps", "workers")}
+    ps, workers = (_number(file, key, rest.pop(key, None)) for key in ("ps", "workers"))
     if not isinstance(named, dict) or not named:
         unknown = sorted(rest.keys() - set(_HOST_KEYS))
         found = f" (there is {unknown[0]!r})" if unknown else ""
@@ -218,20 +218,19 @@ def _hosts_in(file: str, table: Mapping[str, object]) -> SshHosts:
             f"{file}: no hosts{found}: expected a table for each host, such as "
             "[hosts.node1]"
         )
-    for key, count in counts.items():
-        if count is not None and (
-            isinstance(count, bool) or not isinstance(count, int)
-        ):
-            raise ValueError(f"{file}: {key} = {count!r}: expected a number")
     hosts = []
     for name, own in named.items():
         if not isinstance(own, dict):
             raise ValueError(f"{file}: hosts.{name}: expected a table")
         hosts.append(_host(file, name, {**rest, **own}))
-    ps, workers = counts["ps"], counts["workers"]
-    assert ps is None or isinstance(ps, int)
-    assert workers is None or isinstance(workers, int)
     return _checked(file, SshHosts(tuple(hosts), ps, workers))
+
+
+def _number(file: str, key: str, given: object) -> int | None:
+    # True is an int in Python, but no number of tasks.
+    if given is None or (isinstance(given, int) and not isinstance(given, bool)):
+        return given
+    raise ValueError(f"{file}: {key} = {given!r}: expected a number")
 
 
 def _host(file: str, name: str, table: Mapping[str, object]) -> SshHost:

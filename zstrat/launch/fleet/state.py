@@ -221,14 +221,7 @@ class BeginFailed:
     task: str
 
 
-@dataclass(frozen=True, slots=True)
-class FleetOver:
-    """Reports that no task runs, and none will be started."""
-
-
-FleetOrder = (
-    StartTask | DrainTask | KillTask | LogTask | FleetReady | BeginFailed | FleetOver
-)
+FleetOrder = StartTask | DrainTask | KillTask | LogTask | FleetReady | BeginFailed
 
 
 class TaskPhase(Enum):
@@ -243,6 +236,7 @@ class FleetStage(Enum):
     RUNNING = "running"
     ENDING = "ending"
     OVER = "over"
+    """No task runs, and none will be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,14 +281,10 @@ class FleetState:
         if not self._tasks:
             raise ValueError("tasks=[]: expected one task or more")
         self._timeouts = timeouts
-        self._stage = FleetStage.BEGINNING
+        self.stage = FleetStage.BEGINNING
         self._wave: list[str] = []
         """The tasks that have to end by ``_deadline``."""
         self._deadline = 0.0
-
-    @property
-    def stage(self) -> FleetStage:
-        return self._stage
 
     def phase(self, task: str) -> TaskPhase:
         return self._tasks[task].phase
@@ -309,9 +299,9 @@ class FleetState:
     def next_look(self) -> float | None:
         """Returns the time at which to call `tick`; None: no call is needed before the
         next event."""
-        if self._stage is FleetStage.OVER:
+        if self.stage is FleetStage.OVER:
             return None
-        if self._stage is FleetStage.ENDING:
+        if self.stage is FleetStage.ENDING:
             return self._deadline
         # A task that serves has no deadline, one that is down is not looked at again.
         timed = (TaskPhase.WAITING, TaskPhase.STARTING)
@@ -330,11 +320,11 @@ class FleetState:
             return []
         # Its next attempt binds the same address, so that peers find it again.
         known.phase, known.address = TaskPhase.SERVING, address
-        if self._stage is not FleetStage.BEGINNING:
+        if self.stage is not FleetStage.BEGINNING:
             return []
         if any(other.phase is not TaskPhase.SERVING for other in self._tasks.values()):
             return []
-        self._stage = FleetStage.RUNNING
+        self.stage = FleetStage.RUNNING
         return [FleetReady()]
 
     def ended(
@@ -346,7 +336,7 @@ class FleetState:
         if attempt != known.attempt or known.phase is TaskPhase.DOWN:
             return []
         was_ready, known.phase = known.phase is TaskPhase.SERVING, TaskPhase.DOWN
-        match self._stage:
+        match self.stage:
             case FleetStage.BEGINNING:
                 moment = "" if was_ready else " before it was ready"
                 words = f"{task} {end.words}{moment}{_reason(end)}"
@@ -359,9 +349,9 @@ class FleetState:
 
     def tick(self, now: float) -> list[FleetOrder]:
         """Starts tasks that are due, and handles those that missed a deadline."""
-        if self._stage is FleetStage.OVER:
+        if self.stage is FleetStage.OVER:
             return []
-        if self._stage is FleetStage.ENDING:
+        if self.stage is FleetStage.ENDING:
             return self._kill_late_wave(now)
         timed = (TaskPhase.WAITING, TaskPhase.STARTING)
         due = [
@@ -370,7 +360,7 @@ class FleetState:
             if known.phase in timed and known.due <= now
         ]
         # A program waits for the whole fleet, so the first one that is late ends it.
-        if self._stage is FleetStage.BEGINNING and due:
+        if self.stage is FleetStage.BEGINNING and due:
             task = due[0][0]
             words = f"{task} was not ready within {self._timeouts.start:g} s"
             return self._fail(task, DeadlineExceededError(words), now)
@@ -384,9 +374,9 @@ class FleetState:
 
     def stop(self, now: float) -> list[FleetOrder]:
         """Ends all tasks, in two waves. Idempotent."""
-        if self._stage in (FleetStage.ENDING, FleetStage.OVER):
+        if self.stage in (FleetStage.ENDING, FleetStage.OVER):
             return []
-        self._stage = FleetStage.ENDING
+        self.stage = FleetStage.ENDING
         # These have no process, whose end would be reported.
         for known in self._tasks.values():
             if known.phase is TaskPhase.WAITING:
@@ -447,14 +437,13 @@ class FleetState:
 
     def _over_if_all_down(self, orders: list[FleetOrder]) -> list[FleetOrder]:
         if all(known.phase is TaskPhase.DOWN for known in self._tasks.values()):
-            self._stage = FleetStage.OVER
-            orders.append(FleetOver())
+            self.stage = FleetStage.OVER
         return orders
 
     def _fail(self, task: str, error: ZstratError, now: float) -> list[FleetOrder]:
         """Fails the fleet, and kills all tasks without a drain, as no program has used
         them yet."""
-        self._stage, self._wave = FleetStage.ENDING, self._up(self._tasks)
+        self.stage, self._wave = FleetStage.ENDING, self._up(self._tasks)
         return self._over_if_all_down([BeginFailed(error, task), *self._kill(now)])
 
     def _up(self, tasks: Iterable[str]) -> list[str]:
