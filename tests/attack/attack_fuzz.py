@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_typ
 import msgpack
 import numpy as np
 
-from zstrat.wire import Message, encode
+from zstrat.wire import MESSAGES, encode
 from zstrat.wire._codec import MAX_LIST_ITEMS as ITEMS
 from zstrat.wire._codec import MAX_MAP_ITEMS
 from zstrat.wire._schema import BRANCHES, is_record, most_records
@@ -18,7 +18,6 @@ from zstrat.wire._schema import BRANCHES, is_record, most_records
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-KINDS: dict[int, type] = {cls.kind: cls for cls in get_args(Message)}
 
 ODD: list[Any] = [
     *(0, 1, -1, 2**31, 2**53, 2**62, 2**63 - 1, 2**64 - 1, -(2**63)),
@@ -38,7 +37,7 @@ class Seed(NamedTuple):
 
     @property
     def kind(self) -> type:
-        return KINDS[self.header[0]]
+        return MESSAGES[self.header[0]]
 
 
 def seed_of(header: bytes, raws: Iterable[bytes]) -> Seed:
@@ -48,7 +47,7 @@ def seed_of(header: bytes, raws: Iterable[bytes]) -> Seed:
 def made_up(chance: random.Random, session: int) -> list[Seed]:
     """A seed of every kind, from the annotations of its fields."""
     seeds = []
-    for cls in KINDS.values():
+    for cls in MESSAGES.values():
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
         fields = {name: _value(chance, hint) for name, hint in hints.items()}
         if "session" in fields:
@@ -127,7 +126,7 @@ def swollen(session: int, most: int) -> list[Seed]:
     """Of every kind, for each field that may be long, a message in which it is, with a
     header of up to ``most`` bytes."""
     chance, seeds = random.Random(3), []
-    for cls in KINDS.values():
+    for cls in MESSAGES.values():
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
         for name, hint in hints.items():
             fields = {each: _value(chance, kind) for each, kind in hints.items()}
