@@ -1,7 +1,6 @@
 from ._process import RESTART as RESTART
 from ._process import PsProcess as PsProcess
 from ._requests import OPERATIONS as OPERATIONS
-from ._round_serving import RoundStored as RoundStored
 from ._service import PsService as PsService
 from ._thread import JobThread as JobThread
 from .client._client import PsClient as PsClient

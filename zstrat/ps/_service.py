@@ -26,6 +26,7 @@ from zstrat.wire import (
     AskClock,
     AskLeases,
     AskParts,
+    AskRounds,
     AttachBackup,
     BeginCapture,
     CloseSession,
@@ -46,6 +47,7 @@ from zstrat.wire import (
     Ownership,
     PlainTree,
     PromoteBackup,
+    PullRound,
     PullRows,
     Push,
     RaiseMark,
@@ -64,7 +66,7 @@ from ._server_session import (
     notify_coordinator,
 )
 from ._serving import Serving
-from ._step_requests import RoundRequest, RoundRequests, StepRequests
+from ._step_requests import RoundRequests, StepRequests
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
 from .replication._replay import hand_over
@@ -283,7 +285,7 @@ class PsService:
                     self._ownership.check(message.session)
                     self._waiting_workers.answered(message)
                     return Done()
-                case _ if isinstance(message, RoundRequest):
+                case AskRounds() | PullRound():
                     self._ownership.check(message.session)
                     self._require_open()
                     return self._rounds.handle(message)

@@ -36,7 +36,7 @@ from zstrat.config import Limits
 from zstrat.errors import BusyError, ClosedError
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.replication._replay import StoreCopy, index_tables, replay
+from zstrat.ps.replication._replay import StoreCopy, replay, tables_of
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin
@@ -372,14 +372,15 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
             _make(store, CopyParts([CopiedPart(key, optimizer, leaf, start)], (data,)))
             start += len(part)
     # Only now are the ids of tables complete.
-    index_tables(store).compute()
+    for table in tables_of(store):
+        table.make_indices()
     for name, number in facts["counts"].items():
         setattr(store.counts, name, int(number))
 
 
 def _make(store: Store, change: Message) -> None:
-    for plan in replay(store, change):
-        plan.compute()
+    for do in replay(store, change):
+        do()
 
 
 def _frames(message: Message) -> list[SnapshotTensor]:

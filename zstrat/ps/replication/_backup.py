@@ -336,7 +336,7 @@ class Backup:
             self._make_soon()
 
     def _compute(self, pending: PendingRequest[None]) -> None:
-        done = self._thread.submit(pending.plan.compute)
+        done = self._thread.submit(pending.job)
         self._is_computing = True
         done.add_done_callback(partial(self._computed, pending))
 

@@ -74,7 +74,7 @@ from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
@@ -120,6 +120,8 @@ class Store:
         self.parts, self.rounds = Parts(task), OpenRounds(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
+        self.round_closed: Callable[[], None] = lambda: None
+        """Called each time that a round was closed."""
         self.kept: set[int] = set()
         self.kept_optimizers: dict[int, str] = {}
         """With ``kept``, what the program before has left: the names of its optimizers
@@ -493,7 +495,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
         """
         # The merge ran on the thread, and the session may have been cleared meanwhile.
-        self._require_current(plan)
+        self.require_generation(plan.generation)
         for update in plan.updates:
             update.held.version += 1
         self.counts.pushes += 1
@@ -504,6 +506,9 @@ class Store:
             self.ledger.record(member.step, merged_part(optimizer))
         if self.log is not None:
             self.log.append(replace(message, session=0))
+        # Only now: pulls that are woken read the number of the round and the new
+        # values.
+        self.round_closed()
 
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
@@ -562,7 +567,7 @@ class Store:
             AlreadyExistsError: Another optimizer has the id.
         """
         # The loop may have opened another session while the thread computed.
-        self._require_current(plan)
+        self.require_generation(plan.generation)
         match plan:
             case PushPlan():
                 return self._commit_push(plan)
@@ -591,13 +596,15 @@ class Store:
             log_plan(self.log, plan)
         return Done()
 
-    def _require_current(self, plan: Plan) -> None:
-        if plan.generation != self.variables.generation:
+    def require_generation(self, generation: int) -> None:
+        """Raises StaleSessionError if the store was cleared since
+        `HeldVariables.generation` was ``generation``."""
+        if generation != self.variables.generation:
             raise StaleSessionError(
                 f"{self._task}: the session ended while its request was computed"
             )
 
-    def gave_up(self, plan: object) -> None:
+    def gave_up(self, plan: Plan) -> None:
         """Notes that a plan has failed: if values were lost, marks the backup as
         diverged."""
         if self.log is None or not isinstance(plan, PushPlan):
