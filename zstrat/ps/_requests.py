@@ -54,10 +54,10 @@ from zstrat.wire import (
     is_keys,
 )
 
-from .store._creating import CreatePlan
+from .store._creating import CreatePlan, create_plan, initialize_plan, tables_plan
 from .store._decoding import Decoding, ReplyEncoding, is_coded, wants_codec
 from .store._fold import Folded
-from .store._ledger import UNNAMED
+from .store._ledger import UNNAMED, plain_push
 from .store._lookups import RowsPlan
 from .store._plan import ReadPlan, StorePlan
 from .store._plans import PushPlan, push_plan
@@ -256,15 +256,7 @@ def exchange(
             f"{len(message.sets)} sets are wanted by {len(arrays)} arrays of indices "
             "and keys"
         )
-    push = Push(
-        message.session,
-        message.step,
-        message.part,
-        message.low_water,
-        message.updates,
-        arrays[:operands],
-        leases=message.leases,
-    )
+    push = plain_push(message, arrays[:operands])
     applied, push_error = False, None
     try:
         if is_coded(push.updates):
@@ -497,15 +489,19 @@ OPERATIONS: Final[dict[type, Operation]] = {
         lambda _, asked: list(asked.keys),
     ),
     CreateTables: Operation(
-        lambda store, new: store.plan_tables(new.tables, new.code, new.session),
+        lambda store, new: tables_plan(
+            new.tables, new.code, store.engine.load_code, store.variables, new.session
+        ),
         lambda _, new: [entry.key for entry in new.tables],
     ),
     CreateVariables: Operation(
-        lambda store, new: store.plan_create(new.variables, new.arrays),
+        lambda store, new: create_plan(new.variables, new.arrays, store.variables),
         _names_of_variables,
     ),
     InitializeVariables: Operation(
-        lambda store, new: store.plan_initialize(new.variables, new.code),
+        lambda store, new: initialize_plan(
+            new.variables, new.code, store.engine.load_code, store.variables
+        ),
         _names_of_variables,
     ),
     CreateOptimizer: Operation(

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import enum
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -269,14 +269,12 @@ class Handover:
 
 
 def _plain_store(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
-    return {
-        "number": left.number,
-        "role": left.role.value,
-        "view": left.view,
-        "store": None if left.store is None else stores.add(left.store),
-        "address": left.address,
-        "incarnation": left.incarnation,
-    }
+    store = None if left.store is None else stores.add(left.store)
+    return {**_plain(left), "role": left.role.value, "store": store}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _words(left: Inherited) -> str:
@@ -294,16 +292,9 @@ def _words(left: Inherited) -> str:
 
 
 def _plain_owner(owner: Owner) -> dict[str, Any]:
-    return {
-        "session": owner.session,
-        "hello": asdict(owner.hello),
-        "since": owner.since,
-        "alive": owner.alive,
-        "name": owner.name,
-        "origin": owner.origin,
-        "is_shared": owner.is_shared,
-        "program": owner.program,
-    }
+    # Without the connection, and times of the coordinator's clock.
+    plain = {**_plain(owner), "hello": asdict(owner.hello)}
+    return {name: plain[name] for name in plain.keys() - {"peer", "sent"}}
 
 
 def _owner(plain: dict[str, Any]) -> Owner:

@@ -35,7 +35,6 @@ from zstrat.wire import (
     Done,
     Exchange,
     Fence,
-    InitialEntry,
     Pulled,
     Push,
     Pushed,
@@ -55,9 +54,6 @@ from ._creating import (
     CreatePlan,
     InitializePlan,
     TablesPlan,
-    create_plan,
-    initialize_plan,
-    tables_plan,
 )
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import DoneLeases, Ledger, Parts, Writers, plain_push
@@ -78,7 +74,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec, Message, PullTable, TableEntry
+    from zstrat.wire import AppliedParts, ArraySpec, Message, PullTable
 
 
 @dataclass(slots=True)
@@ -206,47 +202,6 @@ class Store:
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads, sets, keys)
         return plan
-
-    def plan_create(
-        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
-    ) -> CreatePlan:
-        """Plans to create all variables or none; an existing variable of the same key,
-        name, shape and dtype stays.
-
-        Raises:
-            AlreadyExistsError: A variable of another name, shape or dtype has one of
-                the keys.
-            InvalidArgumentError: There is not one array per entry, or keys repeat.
-        """
-        return create_plan(entries, arrays, self.variables)
-
-    def plan_initialize(
-        self, entries: Sequence[InitialEntry], code: bytes
-    ) -> InitializePlan:
-        """Plans to create variables as `plan_create` does, with values that shipped
-        code computes.
-
-        Raises:
-            AlreadyExistsError: A variable of another name, shape or dtype has one of
-                the keys.
-            InvalidArgumentError: Keys repeat.
-            ProtocolError: A dtype cannot be encoded.
-        """
-        return initialize_plan(entries, code, self.engine.load_code, self.variables)
-
-    def plan_tables(
-        self, entries: Sequence[TableEntry], code: bytes, session: int
-    ) -> TablesPlan:
-        """Plans to create tables of any id as `plan_create` does. Shipped code makes
-        new rows; the numbers of changes begin with one of the session.
-
-        Raises:
-            AlreadyExistsError: Something else has one of the keys.
-            InvalidArgumentError: Keys repeat, or a row is too large or empty.
-            ProtocolError: A dtype cannot be encoded.
-        """
-        load_code = self.engine.load_code
-        return tables_plan(entries, code, load_code, self.variables, session)
 
     def plan_items(self, message: PullTable) -> ReadPlan:
         """Plans to read buckets of a table: ids and their rows.
@@ -434,7 +389,7 @@ class Store:
         # First: a run that differs has to fail, even where its push counts as a
         # duplicate.
         self.note_part(part)
-        return self.plan_push(plain_push(part))
+        return self.plan_push(plain_push(part, part.arrays))
 
     def note_part(self, part: PushPart) -> None:
         """Notes the names of a part's updates in the ledger of eager steps. Raises as
