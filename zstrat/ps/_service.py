@@ -196,15 +196,8 @@ class PsService:
         if inherited is not None:
             self.role.inherit(inherited)
         self._draining = False
-        self._telemetry = ServiceTelemetry(
-            self._ownership,
-            self._store,
-            self._serving,
-            self._snapshots,
-            self.role,
-            clock,
-        )
         parts = ServerParts(
+            self._ownership,
             self._store,
             self._serving,
             self._rounds,
@@ -212,12 +205,12 @@ class PsService:
             self.role,
             self._joining,
             self._waiting_workers,
-            self._telemetry,
         )
+        self._telemetry = ServiceTelemetry(parts, clock)
         self._session = ServerSession(
             task,
-            self._ownership,
             parts,
+            self._telemetry,
             timeouts,
             tells=tells,
             clock=clock,

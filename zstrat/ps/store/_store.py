@@ -14,7 +14,7 @@ for a key within a session (`_variables`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -613,7 +613,7 @@ class Store:
 
     def statistics(self) -> dict[str, int]:
         """Returns counts and bytes of the store. Cheap, as it reads no values."""
-        held, counts = self.variables.values(), self.counts
+        held = self.variables.values()
         tables = [(each, each.table) for each in held if each.table is not None]
         return {
             "variables": len(held),
@@ -622,13 +622,7 @@ class Store:
             "slot_bytes": sum(
                 s.nbytes for each in held for s in list(each.slots.values())
             ),
-            "pulls": counts.pulls,
-            "reads": counts.reads,
-            "unchanged": counts.unchanged,
-            "rows": counts.rows,
-            "pushes": counts.pushes,
-            "updates": counts.updates,
-            "duplicates": counts.duplicates,
+            **asdict(self.counts),
             "contributions": self.rounds.count,
             "contribution_bytes": self.rounds.nbytes,
             "remembered_steps": len(self.ledger) + len(self.writers),
