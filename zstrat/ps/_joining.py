@@ -64,7 +64,7 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 M = TypeVar("M", JoinSession, ReportWorker)
 
 
-class _WaitingRequest(NamedTuple, Generic[M]):
+class _TimedRequest(NamedTuple, Generic[M]):
     """A request of a worker that waits, and the timer that ends its wait."""
 
     peer: object
@@ -73,12 +73,12 @@ class _WaitingRequest(NamedTuple, Generic[M]):
     timer: asyncio.TimerHandle
 
 
-class _WaitingRequests(abc.ABC, Generic[M]):
+class _TimedRequests(abc.ABC, Generic[M]):
     """Requests of workers that wait, by numbers from ``first`` on, each until its
     timeout is over."""
 
     def __init__(self, first: int = 0) -> None:
-        self._waiting: dict[int, _WaitingRequest[M]] = {}
+        self._waiting: dict[int, _TimedRequest[M]] = {}
         self._numbers = itertools.count(first)
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class _WaitingRequests(abc.ABC, Generic[M]):
         # The timeout comes from a peer: not negative, and not for months.
         seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
         timer = loop.call_later(seconds, self._late, number)
-        waiting = _WaitingRequest(peer, message, loop.create_future(), timer)
+        waiting = _TimedRequest(peer, message, loop.create_future(), timer)
         self._waiting[number] = waiting
         return number
 
@@ -126,7 +126,7 @@ class _WaitingRequests(abc.ABC, Generic[M]):
 
 
 @final
-class WaitingWorkers(_WaitingRequests[ReportWorker]):
+class WaitingWorkers(_TimedRequests[ReportWorker]):
     """The workers that have reported themselves at one parameter server, and wait for a
     program to take them. ``task`` names the server in errors.
 
@@ -223,7 +223,7 @@ _ORDER: Final = (
 
 
 @final
-class Joining(_WaitingRequests[JoinSession]):
+class Joining(_TimedRequests[JoinSession]):
     """Requests of workers to join the session of another program, waiting at the
     parameter server ``task`` until that program has created what they name."""
 
