@@ -10,12 +10,10 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import msgpack
 import numpy as np
 
-from zstrat.wire import Message, encode
+from zstrat.wire import MESSAGES, encode
 from zstrat.wire._codec import MAX_LIST_ITEMS as ITEMS
 from zstrat.wire._codec import MAX_MAP_ITEMS
 from zstrat.wire._schema import BRANCHES, is_record, most_records
-
-KINDS = {cls.kind: cls for cls in get_args(Message)}
 
 ODD = [
     *(0, 1, -1, 2**31, 2**53, 2**62, 2**63 - 1, 2**64 - 1, -(2**63)),
@@ -35,7 +33,7 @@ class Seed(NamedTuple):
 
     @property
     def kind(self):
-        return KINDS[self.header[0]]
+        return MESSAGES[self.header[0]]
 
 
 def seed_of(header, raws):
@@ -45,7 +43,7 @@ def seed_of(header, raws):
 def made_up(chance, session):
     """A seed of every kind, from the annotations of its fields."""
     seeds = []
-    for cls in KINDS.values():
+    for cls in MESSAGES.values():
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
         fields = {name: _value(chance, hint) for name, hint in hints.items()}
         if "session" in fields:
@@ -124,7 +122,7 @@ def swollen(session, most):
     """Of every kind, for each field that may be long, a message in which it is, with a
     header of up to ``most`` bytes."""
     chance, seeds = random.Random(3), []
-    for cls in KINDS.values():
+    for cls in MESSAGES.values():
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
         for name, hint in hints.items():
             fields = {each: _value(chance, kind) for each, kind in hints.items()}

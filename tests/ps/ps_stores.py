@@ -1,11 +1,12 @@
 """A store without a server: its three parts, one after the other."""
 
+from zstrat.ps import create_plan
 from zstrat.wire import Pushed
 
 
 def create_in(store, entries, arrays):
     """Creates variables at once."""
-    plan = store.plan_create(entries, arrays)
+    plan = create_plan(entries, arrays, store.variables)
     plan.compute()
     store.commit(plan)
 

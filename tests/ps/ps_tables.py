@@ -8,7 +8,7 @@ from ps_trees import bind, binding, message
 
 from zstrat.ids import hashes_of, mixed
 from zstrat.initializers import Initializer, Uniform
-from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps import OptimizerEngine, Store, tables_plan
 from zstrat.wire import (
     CreateOptimizer,
     CreateTables,
@@ -64,7 +64,12 @@ def entry(key: int, row=(WIDTH,), dtype="f4", **rules) -> TableEntry:
 
 
 def create(store: Store, *entries: TableEntry, code: bytes = b"-1 1") -> None:
-    run(store, store.plan_tables(list(entries), code, SESSION))
+    run(
+        store,
+        tables_plan(
+            list(entries), code, store.engine.load_code, store.variables, SESSION
+        ),
+    )
 
 
 def creation(session: int, *entries: TableEntry) -> CreateTables:

@@ -360,11 +360,12 @@ def test_a_server_that_is_never_asked_to_optimise_does_not_import_jax():
     program = """
 import sys
 import numpy as np
-from zstrat.ps import OptimizerEngine, PsClient, PsService, Store
+from zstrat.ps import OptimizerEngine, PsClient, PsService, Store, create_plan
 from zstrat.wire import Done, Push, Read, Update, VariableEntry
 store = Store(OptimizerEngine(lambda code: None))
+entry = VariableEntry(1, "v", True, False)
 plans = [
-    lambda: store.plan_create([VariableEntry(1, "v", True, False)], [np.zeros(3)]),
+    lambda: create_plan([entry], [np.zeros(3)], store.variables),
     lambda: store.plan_push(Push(1, 0, 0, 0, [Update(1, 1, 0, 1)], (np.ones(3),))),
 ]
 for make in plans:

@@ -179,3 +179,19 @@ async def test_a_copy_that_is_made_in_between_is_alike():
     held = await rig.ask(AskRounds(12, 0), rig.backup)
     assert held == HeldRounds(close(1, members(2)).order, [], ())
     await rig.close()
+
+
+async def test_a_backup_makes_rounds_that_the_thread_closes(monkeypatch):
+    """The thread merges the gradients, and then applies the update."""
+    monkeypatch.setattr("zstrat.ps._requests.INLINE", 0)
+    rig = Copies()
+    made, _, bound = create_messages({0: ZEROS}, OPTIMIZERS[b"momentum"]())
+    for asked in (made, CreateOptimizer(7, 1, "mine", b"momentum"), bound):
+        await rig.ask(asked)
+    await rig.attach()
+    await rig.ask(contribute(1, {0: np.ones(3, "f4")}))
+    assert await rig.ask(close(0, members(1))) == Done()
+    await rig.promote()
+    pulled = await rig.ask(Pull(7, [Read(0, -1)]), rig.backup)
+    np.testing.assert_allclose(pulled.arrays[0], np.full(3, -0.1), rtol=1e-6)
+    await rig.close()

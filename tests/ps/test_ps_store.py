@@ -16,7 +16,7 @@ from zstrat.errors import (
     StaleSessionError,
     UnavailableError,
 )
-from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps import OptimizerEngine, Store, create_plan
 from zstrat.ps.store import PushPlan
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
@@ -248,7 +248,7 @@ def test_a_duplicate_of_a_deleted_variable_is_answered(store):
 def test_a_plan_of_an_earlier_session_cannot_be_committed(store):
     plan = store.plan_push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=1))
     assert isinstance(plan, PushPlan)
-    creation = store.plan_create([entry(8)], [np.zeros(1)])
+    creation = create_plan([entry(8)], [np.zeros(1)], store.variables)
     store.clear()
     for late in (plan, creation):
         late.compute()

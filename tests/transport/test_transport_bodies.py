@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport_pair import SMALL, Pair, big, flow, kinds
+from transport_pair import SMALL, Pair, allocate, big, flow, kinds
 
 from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.wire import (
@@ -25,7 +25,7 @@ from zstrat.wire import (
     encode,
 )
 from zstrat.wire.connection import Answered, Closed, Requested, aligned
-from zstrat.wire.connection._body import Assembly, allocate, cut
+from zstrat.wire.connection._body import Assembly, cut
 
 
 def test_a_later_small_message_does_not_overtake_a_large_one(pair):

@@ -5,12 +5,25 @@ import dataclasses
 import numpy as np
 
 from zstrat.config import Limits, Timeouts
+from zstrat.transport import Pool
 from zstrat.wire import PROTOCOL, Hello, decode_header
 from zstrat.wire.connection import Carried, Opened, Peer, mismatch
 
 TIMES = Timeouts(beat=1.0, liveness=5.0, reconnect=2.0, handshake=4.0)
 
 
+class Unknown:
+    """A network connection of which the system says nothing."""
+
+    def carried(self):
+        return Carried()
+
+    def is_held_by(self, pid):
+        return False
+
+
+UNKNOWN = Unknown()
+allocate = Pool(0).allocate
 SMALL = Limits(chunk=1000, window=4, requests=8, streams=2)
 
 
@@ -28,7 +41,7 @@ def new_peer(me, initiator, limits=SMALL, expect=None, channel=None, **more):
         limits=limits,
         now=0.0,
         channel=channel,
-        **{"timeouts": TIMES, **more},
+        **{"timeouts": TIMES, "allocate": allocate, "carrier": UNKNOWN, **more},
     )
 
 

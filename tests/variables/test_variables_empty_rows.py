@@ -10,7 +10,7 @@ import pytest
 
 import zstrat.variables as zv
 from zstrat.optimizers import Binding, TreeRule, TreeStructure
-from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps import OptimizerEngine, Store, create_plan
 from zstrat.variables import row_updates
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
@@ -65,7 +65,7 @@ def test_on_a_parameter_server(parts):
     commit(store, store.plan_optimizer(1, "adam", b"code"))
     pieces = np.array_split(np.zeros((6, 1), np.float32), parts)
     entries = [VariableEntry(n, "t", True, parts > 1) for n in range(parts)]
-    commit(store, store.plan_create(entries, list(pieces)))
+    commit(store, create_plan(entries, list(pieces), store.variables))
     kind = jax.ShapeDtypeStruct((6, 1), np.float32)
     tree = TreeRule(
         "adam", rule(), TreeStructure.of({"t": 0}), (kind,), (np.dtype("float32"),)

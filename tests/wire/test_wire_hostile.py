@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from typing import Any, get_args
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -16,6 +16,7 @@ from tiers import examples
 from zstrat.config import Limits
 from zstrat.errors import ProtocolError, to_wire
 from zstrat.wire import (
+    MESSAGES,
     Batch,
     Beat,
     CloseRound,
@@ -45,7 +46,7 @@ from zstrat.wire import (
 
 LIMITS = Limits()
 MIB = 2**20
-KINDS = [cls.kind for cls in get_args(Message)]
+KINDS = [*MESSAGES]
 LAYOUT = LayoutMessage(3, ["float32", "int64"], [[2, 3], []], {"loss": 0, "n": [1]})
 ORDER = RoundOrder(1, 2, 0, [RoundMember(5, 1, 1.0)])
 SAMPLES: list[Message] = [

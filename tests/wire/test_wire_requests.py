@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import get_args
 
 import pytest
 
 from zstrat.errors import PermissionDeniedError, ProtocolError
 from zstrat.wire import (
+    MESSAGES,
     REQUESTS,
     AskCopies,
     Done,
     Goodbye,
     Job,
-    Message,
     Push,
     check_sender,
 )
 
-TASKS = [m for m in get_args(Message) if "_link_messages" not in m.__module__]
+TASKS = [m for m in MESSAGES.values() if "_link_messages" not in m.__module__]
 """Messages that tasks handle, and not the connection by itself."""
 
 

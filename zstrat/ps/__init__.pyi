@@ -1,7 +1,6 @@
 from ._process import RESTART as RESTART
 from ._process import PsProcess as PsProcess
 from ._requests import OPERATIONS as OPERATIONS
-from ._round_serving import RoundStored as RoundStored
 from ._service import PsService as PsService
 from ._thread import JobThread as JobThread
 from .client._client import PsClient as PsClient
@@ -17,6 +16,8 @@ from .handover._handover import Handover as Handover
 from .handover._handover import Inherited as Inherited
 from .handover._handover import StoreRole as StoreRole
 from .replication._replay import CHANGES as CHANGES
+from .store._creating import create_plan as create_plan
+from .store._creating import tables_plan as tables_plan
 from .store._ledger import EagerRun as EagerRun
 from .store._ledger import ordinal as ordinal
 from .store._ledger import require_same as require_same

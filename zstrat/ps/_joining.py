@@ -21,9 +21,10 @@ it opens a session.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
@@ -60,17 +61,72 @@ _MAX_WAIT_SECONDS: Final = 7 * 86400.0
 """Seconds that a worker may wait at most for a program."""
 
 
-class _WaitingReport(NamedTuple):
-    """A waiting report of a worker, and the timer that ends its wait."""
+M = TypeVar("M", JoinSession, ReportWorker)
+
+
+class _TimedRequest(NamedTuple, Generic[M]):
+    """A request of a worker that waits, and the timer that ends its wait."""
 
     peer: object
-    message: ReportWorker
+    message: M
     answer: asyncio.Future[Message]
     timer: asyncio.TimerHandle
 
 
+class _TimedRequests(abc.ABC, Generic[M]):
+    """Requests of workers that wait, by numbers from ``first`` on, each until its
+    timeout is over."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._waiting: dict[int, _TimedRequest[M]] = {}
+        self._numbers = itertools.count(first)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def lost(self, peer: object) -> None:
+        """Drops the waiting requests of a peer whose connection has ended."""
+        gone = [n for n, waiting in self._waiting.items() if waiting.peer is peer]
+        for number in gone:
+            waiting = self._waiting.pop(number)
+            waiting.timer.cancel()
+            waiting.answer.cancel()
+
+    def close(self, error: ZstratError) -> None:
+        """Fails all waiting requests with the error, because the server shuts down."""
+        for number in list(self._waiting):
+            self._end(number, error)
+
+    def _wait(self, peer: object, message: M) -> int:
+        """Makes a request wait; returns its number."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        # The timeout comes from a peer: not negative, and not for months.
+        seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
+        timer = loop.call_later(seconds, self._late, number)
+        waiting = _TimedRequest(peer, message, loop.create_future(), timer)
+        self._waiting[number] = waiting
+        return number
+
+    @abc.abstractmethod
+    def _late(self, number: int) -> None:
+        """Ends the wait of a request whose timeout is over."""
+
+    def _end(self, number: int, outcome: Message | Exception) -> None:
+        """Answers a request, unless it waits no longer."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
+            return
+        waiting.timer.cancel()
+        if waiting.answer.done():
+            return
+        if isinstance(outcome, Exception):
+            waiting.answer.set_exception(outcome)
+        else:
+            waiting.answer.set_result(outcome)
+
+
 @final
-class WaitingWorkers:
+class WaitingWorkers(_TimedRequests[ReportWorker]):
     """The workers that have reported themselves at one parameter server, and wait for a
     program to take them. ``task`` names the server in errors.
 
@@ -82,10 +138,9 @@ class WaitingWorkers:
     def __init__(
         self, task: str, ownership: Ownership, notify: Callable[[Message], None]
     ) -> None:
-        self._task, self._ownership, self._notify = task, ownership, notify
-        self._waiting: dict[int, _WaitingReport] = {}
         # Numbers begin at random, so an answer meant for the process before fits none.
-        self._numbers = itertools.count(new_incarnation())
+        super().__init__(new_incarnation())
+        self._task, self._ownership, self._notify = task, ownership, notify
 
     def ask(self, peer: object, message: ReportWorker) -> asyncio.Future[Message]:
         """Returns a future of the program's answer to a worker's report, or of
@@ -109,7 +164,7 @@ class WaitingWorkers:
                     "connection, and is not answered yet: wait for the answer, or "
                     "open another connection"
                 )
-            self._fail(number, BusyError(f"{self._task}: it was reported again"))
+            self._end(number, BusyError(f"{self._task}: it was reported again"))
         # Counted after the old report of the same peer is gone.
         if len(self._waiting) >= MAX_WAITING_REPORTS:
             raise BusyError(
@@ -117,14 +172,9 @@ class WaitingWorkers:
                 "and wait for the program, which is the limit: report again later, or "
                 "at another parameter server"
             )
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
-        # The number comes from a peer: not negative, and not for months.
-        seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
-        timer = loop.call_later(seconds, self._late, number)
-        answer: asyncio.Future[Message] = loop.create_future()
-        self._waiting[number] = _WaitingReport(peer, message, answer, timer)
+        number = self._wait(peer, message)
         self._pass_on(number)
-        return answer
+        return self._waiting[number].answer
 
     def report_all(self) -> None:
         """Reports all waiting workers to the program. Called when a session is opened,
@@ -134,26 +184,9 @@ class WaitingWorkers:
 
     def answered(self, message: AnswerReport) -> None:
         """Passes the answer of the program to the worker that it is for."""
-        waiting = self._take(message.report)
-        if waiting is None or waiting.answer.done():
-            return  # its timeout is over, or it is gone
-        # `_take` has ended its timer; the worker's connection may have ended as well.
-        if message.error is None:
-            waiting.answer.set_result(message)
-        else:
-            waiting.answer.set_exception(from_wire(message.error))
-
-    def lost(self, peer: object) -> None:
-        """Drops the reports of a peer whose connection has ended."""
-        gone = [n for n, waiting in self._waiting.items() if waiting.peer is peer]
-        for number in gone:
-            if (waiting := self._take(number)) is not None:
-                waiting.answer.cancel()
-
-    def close(self, error: ZstratError) -> None:
-        """Fails all waiting reports with the error, because the server shuts down."""
-        for number in list(self._waiting):
-            self._fail(number, error)
+        error = message.error
+        # It waits no longer if its timeout is over, or it is gone.
+        self._end(message.report, message if error is None else from_wire(error))
 
     def _pass_on(self, number: int) -> None:
         session, message = self._ownership.session, self._waiting[number].message
@@ -170,18 +203,7 @@ class WaitingWorkers:
         elif owner is not None:
             words = f"{owner}, which has opened a session here, is gone"
         within = f"within {message.timeout:g} s"
-        self._fail(number, DeadlineExceededError(f"{self._task}: {words} {within}"))
-
-    def _fail(self, number: int, error: ZstratError) -> None:
-        waiting = self._take(number)
-        if waiting is not None and not waiting.answer.done():
-            waiting.answer.set_exception(error)
-
-    def _take(self, number: int) -> _WaitingReport | None:
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None:
-            waiting.timer.cancel()
-        return waiting
+        self._end(number, DeadlineExceededError(f"{self._task}: {words} {within}"))
 
 
 def _worker(message: ReportWorker) -> tuple[str, int]:
@@ -200,25 +222,14 @@ _ORDER: Final = (
 )
 
 
-class _WaitingJoin(NamedTuple):
-    """A worker's waiting request to join a session, and the timer that ends its
-    wait."""
-
-    peer: object
-    message: JoinSession
-    timer: asyncio.TimerHandle
-
-
-class Joining:
+@final
+class Joining(_TimedRequests[JoinSession]):
     """Requests of workers to join the session of another program, waiting at the
     parameter server ``task`` until that program has created what they name."""
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
+        super().__init__()
         self._task, self._ownership, self._store = task, ownership, store
-        self._waiting: dict[asyncio.Future[Message], _WaitingJoin] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def ask(
         self, peer: object, message: JoinSession
@@ -240,37 +251,20 @@ class Joining:
                 f"{self._task}: {MAX_WAITING_REQUESTS} workers wait for a session "
                 "already"
             )
-        loop = asyncio.get_running_loop()
-        waiting: asyncio.Future[Message] = loop.create_future()
-        seconds = min(max(0.0, message.timeout), _MAX_WAIT_SECONDS)
-        timer = loop.call_later(seconds, self._late, waiting)
-        self._waiting[waiting] = _WaitingJoin(peer, message, timer)
-        return waiting
+        return self._waiting[self._wait(peer, message)].answer
 
     def answer_ready(self) -> None:
         """Answers the waiting requests whose objects now all exist, or can no longer
         come into existence."""
         # A copy, as each one that is answered is removed.
-        for waiting, asked in list(self._waiting.items()):
+        for number, waiting in list(self._waiting.items()):
             try:
-                answer = self._answer(asked.message)
+                answer = self._answer(waiting.message)
             except ZstratError as error:  # to the worker
-                self._end(waiting, error)
+                self._end(number, error)
             else:
                 if answer is not None:
-                    self._end(waiting, answer)
-
-    def lost(self, peer: object) -> None:
-        """Drops the waiting requests of a peer whose connection has ended."""
-        gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
-        for waiting in gone:
-            self._waiting.pop(waiting).timer.cancel()
-            waiting.cancel()
-
-    def close(self, error: ZstratError) -> None:
-        """Fails all waiting requests with the error, because the server shuts down."""
-        for waiting in list(self._waiting):
-            self._end(waiting, error)
+                    self._end(number, answer)
 
     def _answer(self, message: JoinSession) -> Message | None:
         owner = self._ownership.owner
@@ -338,7 +332,7 @@ class Joining:
             shape[:1] = wish.shape[:1]
         return Awaited(wish.key, held.entry.name, dtype, shape)
 
-    def _late(self, waiting: asyncio.Future[Message]) -> None:
+    def _late(self, number: int) -> None:
         """Answers a waiting request whose timeout is over: with an error, or with the
         session that an ended program has left.
 
@@ -347,12 +341,12 @@ class Joining:
         not earlier: when a whole run is restarted, the chief may be the last process to
         connect.
         """
-        message = self._waiting[waiting].message
+        message = self._waiting[number].message
         missing, owner = self._missing(message), self._ownership.owner
         # Nobody else has come: variables of a program that has ended are better than
         # none.
         if message.session == 0 and owner is not None:
-            self._end(waiting, self._admitted(owner))
+            self._end(number, self._admitted(owner))
             return
         if not missing:
             what = "there is no session to join"
@@ -363,7 +357,7 @@ class Joining:
             gone = "" if owner is not None and owner.alive else ", which is gone,"
             what = f"the chief{gone} has not created {names}{others} yet"
         self._end(
-            waiting,
+            number,
             DeadlineExceededError(
                 f"{self._task}: {what}, after {message.timeout:g} s. "
                 f"Check why the chief is late; {_ORDER}, and timeouts.request is how "
@@ -394,17 +388,6 @@ class Joining:
         except ZstratError as error:  # to the worker
             return error
         return _opened(owner)
-
-    def _end(
-        self, waiting: asyncio.Future[Message], outcome: Message | ZstratError
-    ) -> None:
-        self._waiting.pop(waiting).timer.cancel()
-        if waiting.done():
-            return
-        if isinstance(outcome, ZstratError):
-            waiting.set_exception(outcome)
-        else:
-            waiting.set_result(outcome)
 
 
 def _opened(owner: Owner) -> SessionOpened:

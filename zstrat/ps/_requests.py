@@ -1,8 +1,8 @@
 """Serves requests to the store, and finds the names that each request uses.
 
 Decides without I/O. A request is answered at once, or it is `Running`: a generator that
-yields each plan that another thread has to compute before the request can continue, and
-returns the answer. The caller (`_serving`) lets a thread compute the plan of a
+yields each job that another thread has to do before the request can continue, and
+returns the answer. The caller (`_serving`) lets a thread do the job of a
 `PendingRequest`, keeps the request's names locked meanwhile, and then calls `advance`.
 """
 
@@ -21,11 +21,15 @@ from typing import (
     TypeVar,
 )
 
+import numpy as np
+
 from zstrat.errors import InvalidArgumentError
 from zstrat.wire import (
     Again,
     AskTables,
     BindOptimizer,
+    CloseRound,
+    Contribute,
     CreateOptimizer,
     CreateTables,
     CreateVariables,
@@ -34,8 +38,12 @@ from zstrat.wire import (
     Exchange,
     Exchanged,
     InitializeVariables,
+    Merged,
     Pull,
     Pulled,
+    PulledRound,
+    PullMerged,
+    PullRound,
     PullRows,
     PullTable,
     Push,
@@ -46,19 +54,18 @@ from zstrat.wire import (
     is_keys,
 )
 
-from .store._creating import CreatePlan
+from .store._creating import CreatePlan, create_plan, initialize_plan, tables_plan
 from .store._decoding import Decoding, ReplyEncoding, is_coded, wants_codec
 from .store._fold import Folded
-from .store._ledger import UNNAMED
+from .store._ledger import UNNAMED, plain_push
 from .store._lookups import RowsPlan
 from .store._plan import ReadPlan, StorePlan
-from .store._plans import PushPlan
+from .store._plans import PushPlan, push_plan
+from .store._rounds import merged_push, updates_of
 from .store._store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from zstrat.wire import Message, PlainTree, Read
 
@@ -86,46 +93,41 @@ _READS: Final = (Pull, PullRows)
 _SIZED: Final = (RowsPlan, ReadPlan, CreatePlan)
 
 
-class Computation(Protocol):
-    """A part of a request that any thread may compute."""
-
-    def compute(self) -> None: ...
-
-
 T_co = TypeVar("T_co", covariant=True)
-Running = Generator[Computation, None, T_co]
-"""A request that is being served: a generator that yields each computation it needs,
-and returns the answer."""
+Running = Generator[Callable[[], None], None, T_co]
+"""A request that is being served: a generator that yields each job which any thread may
+do for it, and returns the answer."""
 
 
 class PendingRequest(NamedTuple, Generic[T_co]):
-    """A request whose ``plan`` has to be computed before the next call of `advance`."""
+    """A request whose ``job`` has to be done before the next call of `advance`."""
 
-    plan: Computation
+    job: Callable[[], None]
     running: Running[T_co]
 
 
 def advance(
     running: Running[T_co], error: BaseException | None = None
 ) -> T_co | PendingRequest[T_co]:
-    """Serves a request until it is answered, or another thread has to compute a plan.
+    """Serves a request until it is answered, or another thread has to do a job.
 
     Args:
-        error: The error with which the computation of its last plan failed, if any.
+        error: The error with which its last job failed, if any.
 
     Raises:
         ZstratError: The request is refused.
     """
     try:
-        plan = next(running) if error is None else running.throw(error)
+        job = next(running) if error is None else running.throw(error)
     except StopIteration as end:
         answer: T_co = end.value
         return answer
-    return PendingRequest(plan, running)
+    return PendingRequest(job, running)
 
 
 def is_of_store(message: Message) -> TypeGuard[StoreRequest]:
-    """Returns whether the store serves a request."""
+    """Returns whether the store serves a request. A pull that may have to wait for a
+    round is not one (`RoundRequests`)."""
     return type(message) in _OF_STORE
 
 
@@ -141,16 +143,18 @@ def serve(store: Store, message: StoreRequest) -> Message | PendingRequest[Messa
     if isinstance(message, _READS) and wants_codec(message.reads):
         return advance(_encoded(store, message))
     begun = OPERATIONS[type(message)].begin(store, message)
+    if isinstance(begun, Generator):
+        return advance(begun)
     if not isinstance(begun, StorePlan):
         return begun
     # Most requests are short, and a generator for one would take a microsecond.
-    if compute_short(store, begun, INLINE):
+    if compute_short(store, begun):
         return store.commit(begun)
     return advance(_complete(store, begun))
 
 
 def _complete(store: Store, plan: Plan) -> Running[Message]:
-    yield plan  # computed on the thread, with the names of the request held
+    yield from computed(store, plan)
     return store.commit(plan)
 
 
@@ -161,21 +165,19 @@ def decode_updates(store: Store, message: CodedMessage) -> Running[CodedMessage]
         InvalidArgumentError, NotFoundError: As `Decoding.compute`.
     """
     decoding = Decoding(message.updates, message.arrays, store.variables)
-    if decoding.work <= INLINE:
-        decoding.compute()
-    else:
-        yield decoding
+    yield from _done(decoding.compute, decoding.work)
     return decoding.message(message)
 
 
 def _decoded(store: Store, message: Push | PushPart) -> Running[Message]:
     plain = yield from decode_updates(store, message)
-    begun = OPERATIONS[type(plain)].begin(store, plain)
-    if not isinstance(begun, StorePlan):
+    if isinstance(plain, PushPart):
+        begun = store.plan_part(plain)
+    else:
+        begun = store.plan_push(plain)
+    if isinstance(begun, Pushed):
         return begun
-    if not compute_short(store, begun, INLINE):
-        yield begun
-    return store.commit(begun)
+    return (yield from _complete(store, begun))
 
 
 def _encoded(store: Store, message: Pull | PullRows) -> Running[Message]:
@@ -185,13 +187,13 @@ def _encoded(store: Store, message: Pull | PullRows) -> Running[Message]:
     return (yield from pull(store, message.reads, rows, arrays, sets))
 
 
-def compute_short(store: Store, plan: Plan, limit: int) -> bool:
-    """Computes a plan if it takes no longer than waking a thread (``limit`` bytes);
+def compute_short(store: Store, plan: Plan) -> bool:
+    """Computes a plan if it takes no longer than waking a thread (`INLINE` bytes);
     returns whether it has done so."""
     if isinstance(plan, PushPlan):
-        if not plan.is_short(limit):
+        if not plan.is_short(INLINE):
             return False
-    elif not isinstance(plan, _SIZED) or plan.work > limit:
+    elif not isinstance(plan, _SIZED) or plan.work > INLINE:
         # Plans that do not know their work may compile, or run shipped code.
         return False
     try:
@@ -201,6 +203,26 @@ def compute_short(store: Store, plan: Plan, limit: int) -> bool:
         store.gave_up(plan)
         raise
     return True
+
+
+def computed(store: Store, plan: Plan) -> Running[None]:
+    """Computes a plan, on the thread unless it is short."""
+    if compute_short(store, plan):
+        return
+    try:
+        yield plan.compute
+    except BaseException:  # to the caller
+        # Before any answer leaves: the log has to diverge.
+        store.gave_up(plan)
+        raise
+
+
+def _done(job: Callable[[], None], work: int) -> Running[None]:
+    """Does a job, on the thread unless it moves few bytes (``work``)."""
+    if work <= INLINE:
+        job()
+    else:
+        yield job
 
 
 def exchange(
@@ -234,15 +256,7 @@ def exchange(
             f"{len(message.sets)} sets are wanted by {len(arrays)} arrays of indices "
             "and keys"
         )
-    push = Push(
-        message.session,
-        message.step,
-        message.part,
-        message.low_water,
-        message.updates,
-        arrays[:operands],
-        leases=message.leases,
-    )
+    push = plain_push(message, arrays[:operands])
     applied, push_error = False, None
     try:
         if is_coded(push.updates):
@@ -253,8 +267,7 @@ def exchange(
         else:
             pushed = store.push_folded(push, fold)
         if isinstance(pushed, PushPlan):
-            if not compute_short(store, pushed, INLINE):
-                yield pushed
+            yield from computed(store, pushed)
             pushed = store.commit(pushed)
     except Exception as error:  # goes to the caller, as the outcome of the push
         push_error = refuse(error)  # the pull is answered all the same
@@ -289,16 +302,12 @@ def pull(
     """
     pulled = _pulled(store, reads, rows, arrays, sets)
     if isinstance(pulled, RowsPlan):
-        if not compute_short(store, pulled, INLINE):
-            yield pulled
+        yield from computed(store, pulled)
         pulled = store.commit(pulled)
     assert isinstance(pulled, Pulled)
     if wants_codec(reads):
         encoding = ReplyEncoding(store.variables.task, reads, pulled)
-        if encoding.nbytes > INLINE:
-            yield encoding
-        else:
-            encoding.compute()
+        yield from _done(encoding.compute, encoding.nbytes)
         pulled = replace(pulled, arrays=encoding.arrays)
     return pulled
 
@@ -325,22 +334,69 @@ def _pulled(
     return Pulled(*store.read(reads, sets, keys), store.counts.pushes)
 
 
-def names_of(message: Request) -> list[Hashable]:
+def _contribute(store: Store, message: Contribute) -> Running[Message]:
+    generation = store.variables.generation
+    if is_coded(message.updates):
+        message = yield from decode_updates(store, message)
+        # The thread may have decoded it, and the session ended meanwhile.
+        store.require_generation(generation)
+    store.contribute(message)
+    return Done()
+
+
+def close_round(store: Store, message: CloseRound) -> Running[Done]:
+    """Applies the merged gradients of a round; changes nothing if the round was closed
+    before. A backup replays rounds with this function, too.
+
+    Raises:
+        ProtocolError: An earlier round is open.
+        NotFoundError: The contribution of a member is not here.
+        ZstratError: The merged update is refused; the round stays open.
+    """
+    merging = store.rounds.merging(message.order)
+    # The order came again: its answer was lost, or the program before had sent it.
+    if merging is None:
+        return Done()
+    yield from _done(merging.compute, merging.work)
+    push = merged_push(message, merging)
+    # Not `Store.plan_push`: the ledger knows a round by its members.
+    plan = push_plan(push, store.variables, store.engine)
+    yield from computed(store, plan)
+    store.commit_round(message, plan)
+    return Done()
+
+
+def _merge(store: Store, message: PullMerged) -> Running[Merged]:
+    merging, optimizer = store.rounds.merging(message.order), message.order.optimizer
+    if merging is None:
+        return Merged(0, [], ())
+    yield merging.compute
+    trees: list[np.ndarray] = []
+    if message.trees:
+        known = store.engine.get(optimizer).bindings.encoded
+        trees = [np.frombuffer(data, np.uint8) for data, _ in known]
+    updates, arrays = updates_of(optimizer, merging.merged)
+    return Merged(len(trees), updates, (*trees, *arrays))
+
+
+def _pull_round(store: Store, message: PullRound) -> Running[PulledRound]:
+    numbers = [store.rounds.number(each.optimizer) for each in message.after]
+    pulled = yield from pull(store, message.reads, message.rows, message.arrays)
+    return PulledRound(numbers, pulled.versions, pulled.arrays, pulled.clock)
+
+
+def names_of(store: Store, message: Request) -> list[Hashable]:
     """Returns the names (variable keys, steps, optimizers) that a request uses. No
     other request may use them while it is served."""
     if isinstance(message, Folded):
-        return names_of(message.message)
+        message = message.message
     if isinstance(message, Exchange):
-        names = _names_of_push(message)
         # Names may repeat: a ticket takes each once.
-        names += [read.key for read in message.reads]
-        names += message.rows
-        names += _keys_of_sets(message)
-        return names
-    return OPERATIONS[type(message)].names(message)
+        return [*_names_of_push(store, message), *_names_of_rows(store, message)]
+    return OPERATIONS[type(message)].names(store, message)
 
 
-def _names_of_push(message: Push | PushPart | Exchange) -> list[Hashable]:
+def _names_of_push(store: Store, message: Push | PushPart | Exchange) -> list[Hashable]:
     writer = message.writer if isinstance(message, Push) else 0
     step, updates = message.step, message.updates
     names: list[Hashable] = [update.key for update in updates]
@@ -370,21 +426,27 @@ def _keys_of(arrays: Sequence[np.ndarray]) -> list[int]:
     return [key for each in arrays if is_keys(each) for key in each.tolist()]
 
 
-def _names_of_rows(message: PullRows) -> list[Hashable]:
+def _names_of_rows(store: Store, message: PullRows | Exchange) -> list[Hashable]:
     keys = _keys_of_sets(message)
     return [*(read.key for read in message.reads), *message.rows, *keys]
 
 
-def _names_of_optimizer(message: CreateOptimizer | BindOptimizer) -> list[Hashable]:
+def _names_of_optimizer(
+    store: Store, message: CreateOptimizer | BindOptimizer
+) -> list[Hashable]:
     # Not the keys of the tree: it is traced without values, and binds those that are
     # there.
     return [("optimizer", message.optimizer)]
 
 
 def _names_of_variables(
-    message: CreateVariables | InitializeVariables,
+    store: Store, message: CreateVariables | InitializeVariables
 ) -> list[Hashable]:
     return [entry.key for entry in message.variables]
+
+
+def _names_of_round(store: Store, message: CloseRound | PullMerged) -> list[Hashable]:
+    return store.rounds.keys(message.order)
 
 
 def _pull(store: Store, message: Pull) -> Message:
@@ -408,33 +470,38 @@ def _withdraw(store: Store, message: Withdraw) -> Done:
 class Operation(NamedTuple):
     """How a request of the store is served."""
 
-    begin: Callable[[Store, Any], Message | Plan]
-    """Answers a request that takes no time, or returns what has to be computed; raises
-    ZstratError if it is refused, and nothing has changed."""
-    names: Callable[[Any], list[Hashable]]
+    begin: Callable[[Store, Any], Message | Plan | Running[Message]]
+    """Answers a request that takes no time, or returns what has to be computed, or a
+    generator that serves it; raises ZstratError if it is refused, and nothing has
+    changed."""
+    names: Callable[[Store, Any], list[Hashable]]
     """Returns the names that the request uses (`names_of`)."""
 
 
 OPERATIONS: Final[dict[type, Operation]] = {
     Push: Operation(Store.plan_push, _names_of_push),
     PushPart: Operation(Store.plan_part, _names_of_push),
-    Pull: Operation(_pull, lambda pull: [read.key for read in pull.reads]),
+    Pull: Operation(_pull, lambda _, pull: [read.key for read in pull.reads]),
     PullRows: Operation(_pull_rows, _names_of_rows),
-    PullTable: Operation(Store.plan_items, lambda pull: [pull.key]),
+    PullTable: Operation(Store.plan_items, lambda _, pull: [pull.key]),
     AskTables: Operation(
         lambda store, asked: store.table_sizes(asked.keys),
-        lambda asked: list(asked.keys),
+        lambda _, asked: list(asked.keys),
     ),
     CreateTables: Operation(
-        lambda store, new: store.plan_tables(new.tables, new.code, new.session),
-        lambda new: [entry.key for entry in new.tables],
+        lambda store, new: tables_plan(
+            new.tables, new.code, store.engine.load_code, store.variables, new.session
+        ),
+        lambda _, new: [entry.key for entry in new.tables],
     ),
     CreateVariables: Operation(
-        lambda store, new: store.plan_create(new.variables, new.arrays),
+        lambda store, new: create_plan(new.variables, new.arrays, store.variables),
         _names_of_variables,
     ),
     InitializeVariables: Operation(
-        lambda store, new: store.plan_initialize(new.variables, new.code),
+        lambda store, new: initialize_plan(
+            new.variables, new.code, store.engine.load_code, store.variables
+        ),
         _names_of_variables,
     ),
     CreateOptimizer: Operation(
@@ -445,10 +512,16 @@ OPERATIONS: Final[dict[type, Operation]] = {
         lambda store, tree: store.plan_binding(tree.optimizer, tree.arrays),
         _names_of_optimizer,
     ),
-    DeleteVariables: Operation(_delete, lambda deleted: list(deleted.keys)),
+    Contribute: Operation(_contribute, lambda _, given: []),  # changes no variable
+    CloseRound: Operation(close_round, _names_of_round),
+    PullMerged: Operation(_merge, _names_of_round),
+    PullRound: Operation(
+        _pull_round, lambda _, pull: [*(read.key for read in pull.reads), *pull.rows]
+    ),
+    DeleteVariables: Operation(_delete, lambda _, deleted: list(deleted.keys)),
     Withdraw: Operation(
         _withdraw,
-        lambda dropped: [
+        lambda _, dropped: [
             *dropped.keys,
             *(("optimizer", each) for each in dropped.optimizers),
         ],
@@ -457,4 +530,4 @@ OPERATIONS: Final[dict[type, Operation]] = {
 """All requests of the store but `Exchange`. One more is a row here; its class says who
 may send it, and that of its answer whether it is a read (`zstrat.wire`)."""
 
-_OF_STORE: Final = frozenset({*OPERATIONS, Exchange})
+_OF_STORE: Final = frozenset({*OPERATIONS, Exchange}) - {PullRound}

@@ -58,26 +58,32 @@ if TYPE_CHECKING:
 Capturing = AskClock | BeginCapture | EndCapture
 
 
+@dataclass(frozen=True)
+class ServerParts:
+    """The parts of a parameter server that a new session clears, and that its numbers
+    are about."""
+
+    ownership: Ownership
+    store: Store
+    serving: Serving
+    rounds: RoundRequests
+    snapshots: SnapshotService
+    role: ReplicaRole
+    joining: Joining
+    waiting_workers: WaitingWorkers
+
+
 @final
 class ServiceTelemetry:
     """The telemetry of one `PsService`. Lives on the event loop.
 
     Args:
-        serving: Has the recorder of the open session.
         clock: Seconds.
     """
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        store: Store,
-        serving: Serving,
-        snapshots: SnapshotService,
-        role: ReplicaRole,
-        clock: Callable[[], float],
-    ) -> None:
-        self._ownership, self._store, self._serving = ownership, store, serving
-        self._snapshots, self._role, self._clock = snapshots, role, clock
+    def __init__(self, parts: ServerParts, clock: Callable[[], float]) -> None:
+        self._parts, self._clock = parts, clock
+        self._store, self._serving = parts.store, parts.serving
         self._started_at = clock()
         self.failed = 0
         """Number of requests that were refused at once."""
@@ -122,7 +128,7 @@ class ServiceTelemetry:
     def statistics(self) -> dict[str, PlainTree]:
         """Returns bytes, seconds and counts of the service as plain numbers, cheap
         enough to read at any time."""
-        owner, role = self._ownership.owner, self._role
+        owner, role = self._parts.ownership.owner, self._parts.role
         return {
             "job": "ps",
             "task": role.task,
@@ -136,7 +142,7 @@ class ServiceTelemetry:
             "failed": self.failed + self._serving.failed,
             "replication": role.statistics(),
             **self._store.statistics(),
-            **self._snapshots.statistics(),
+            **self._parts.snapshots.statistics(),
         }
 
     @property
@@ -174,20 +180,6 @@ class ServiceTelemetry:
             self._notices.close()
 
 
-@dataclass(frozen=True)
-class ServerParts:
-    """The parts of a parameter server that a new session clears."""
-
-    store: Store
-    serving: Serving
-    rounds: RoundRequests
-    snapshots: SnapshotService
-    role: ReplicaRole
-    joining: Joining
-    waiting_workers: WaitingWorkers
-    telemetry: ServiceTelemetry
-
-
 def notify_coordinator(ownership: Ownership, message: Message) -> None:
     """Sends a notice to the owner of the session, if it is connected."""
     owner = ownership.owner
@@ -213,8 +205,8 @@ class ServerSession:
     def __init__(
         self,
         task: str,
-        ownership: Ownership,
         parts: ServerParts,
+        telemetry: ServiceTelemetry,
         timeouts: Timeouts,
         *,
         tells: bool,
@@ -223,7 +215,8 @@ class ServerSession:
         on_cleared: Callable[[], None] | None,
         on_new_owner: Callable[[Owner], None] | None,
     ) -> None:
-        self._task, self._ownership, self._parts = task, ownership, parts
+        self._task, self._parts, self._telemetry = task, parts, telemetry
+        self._ownership = parts.ownership
         self._timeouts, self._tells, self._clock = timeouts, tells, clock
         self._on_exit, self._on_cleared = on_exit, on_cleared
         self._on_new_owner = on_new_owner
@@ -356,7 +349,7 @@ class ServerSession:
         assert owner is not None, "nothing was awaited since it was opened"
         self._parts.waiting_workers.report_all()
         if self._tells:
-            self._parts.telemetry.start_notices(self._notify)
+            self._telemetry.start_notices(self._notify)
         return SessionOpened("cpu", 1, resumed=resumed, origin=owner.origin)
 
     def _notify(self, message: Message) -> None:
@@ -368,7 +361,7 @@ class ServerSession:
         parts.role.end_session(StaleSessionError(f"{self._task}: the session ended"))
         parts.snapshots.clear()
         parts.store.clear()
-        parts.telemetry.reset()
+        self._telemetry.reset()
         # Pulls that wait are refused, as their session is over.
         parts.rounds.wake()
         if self._on_cleared is not None:

@@ -26,6 +26,7 @@ from zstrat.wire import (
     AskClock,
     AskLeases,
     AskParts,
+    AskRounds,
     AttachBackup,
     BeginCapture,
     CloseSession,
@@ -46,6 +47,7 @@ from zstrat.wire import (
     Ownership,
     PlainTree,
     PromoteBackup,
+    PullRound,
     PullRows,
     Push,
     RaiseMark,
@@ -64,7 +66,7 @@ from ._server_session import (
     notify_coordinator,
 )
 from ._serving import Serving
-from ._step_requests import RoundRequest, RoundRequests, StepRequests
+from ._step_requests import RoundRequests, StepRequests
 from ._thread import ComputeThread, MakeThread
 from .engine._engine import OptimizerEngine
 from .replication._replay import hand_over
@@ -194,15 +196,8 @@ class PsService:
         if inherited is not None:
             self.role.inherit(inherited)
         self._draining = False
-        self._telemetry = ServiceTelemetry(
-            self._ownership,
-            self._store,
-            self._serving,
-            self._snapshots,
-            self.role,
-            clock,
-        )
         parts = ServerParts(
+            self._ownership,
             self._store,
             self._serving,
             self._rounds,
@@ -210,12 +205,12 @@ class PsService:
             self.role,
             self._joining,
             self._waiting_workers,
-            self._telemetry,
         )
+        self._telemetry = ServiceTelemetry(parts, clock)
         self._session = ServerSession(
             task,
-            self._ownership,
             parts,
+            self._telemetry,
             timeouts,
             tells=tells,
             clock=clock,
@@ -283,7 +278,7 @@ class PsService:
                     self._ownership.check(message.session)
                     self._waiting_workers.answered(message)
                     return Done()
-                case _ if isinstance(message, RoundRequest):
+                case AskRounds() | PullRound():
                     self._ownership.check(message.session)
                     self._require_open()
                     return self._rounds.handle(message)

@@ -42,13 +42,11 @@ from zstrat.wire.connection import failure
 from ._requests import (
     PendingRequest,
     Request,
-    StoreRequest,
     advance,
     exchange,
     names_of,
     serve,
 )
-from ._round_serving import RoundStored, names_of_round, serve_round
 from .store._fold import Folded
 from .store._ledger import UNNAMED
 
@@ -170,7 +168,7 @@ class _WaitingRequest:
     """A request that is not answered yet. One without a message only waits for its turn
     (`Serving.turn`), and is answered when the turn has come."""
 
-    message: Request | RoundStored | None
+    message: Request | None
     answer: asyncio.Future[Message]
     began: float = 0.0
     """When the turn of the request came, in seconds of the clock."""
@@ -214,16 +212,12 @@ class Serving:
         self.idle = asyncio.Event()
         """Set while no request waits or is being computed."""
         self.idle.set()
-        self.round_closed: Callable[[], None] = lambda: None
-        """Called each time that a round was closed."""
 
     def __len__(self) -> int:
         """Number of requests that wait or are being computed."""
         return len(self._turns)
 
-    def answer_request(
-        self, message: Request | RoundStored
-    ) -> Message | Awaitable[Message]:
+    def answer_request(self, message: Request) -> Message | Awaitable[Message]:
         """Answers a request: at once, or by a future if the request must wait for its
         turn.
 
@@ -233,7 +227,7 @@ class Serving:
         self._check(message.session)
         turns = self._turns
         # Nothing is in use most of the time, and then the names need not be found out.
-        if turns and not turns.are_free(self._names_of(message)):
+        if turns and not turns.are_free(names_of(self._store, message)):
             return self._enter(message).request.answer
         began = self._clock()
         served = self._begin(message)
@@ -270,7 +264,7 @@ class Serving:
         except ZstratError:  # to the caller, when the request is taken
             return None
         # The fold would have to wait, but the bytes of its body do not.
-        if not self._turns.are_free(names_of(message)):
+        if not self._turns.are_free(names_of(self._store, message)):
             return None
         if self._store.log is not None:  # no operand would be left for the backup
             return None
@@ -341,46 +335,33 @@ class Serving:
         if isinstance(change, Push | CloseRound):
             self._applied(change, began)
 
-    def _names_of(self, message: Request | RoundStored) -> list[Hashable]:
-        if isinstance(message, RoundStored):
-            return names_of_round(self._store, message)
-        return names_of(message)
-
     def _require_place(self, session: int) -> None:
         self._check(session)
         if (objection := self._objection()) is not None:
             raise objection
 
-    def _begin(
-        self, message: Request | RoundStored
-    ) -> Message | PendingRequest[Message]:
+    def _begin(self, message: Request) -> Message | PendingRequest[Message]:
+        store, fold = self._store, None
         if isinstance(message, Folded):
-            fold: Fold | None = message.fold
-            stored: StoreRequest | RoundStored = message.message
-        else:
-            fold, stored = None, message
-        store = self._store
-        if isinstance(stored, Exchange):
-            both = exchange(store, stored, fold, self._check, self._refuse)
+            fold, message = message.fold, message.message
+        if isinstance(message, Exchange):
+            both = exchange(store, message, fold, self._check, self._refuse)
             return advance(both)
-        if isinstance(stored, RoundStored):
-            place, closed = self._require_place, self.round_closed
-            return advance(serve_round(store, stored, place, closed))
         if fold is not None:
-            assert isinstance(stored, Push)
-            return store.push_folded(stored, fold)
-        return serve(store, stored)
+            assert isinstance(message, Push)
+            return store.push_folded(message, fold)
+        return serve(store, message)
 
     def _refuse(self, error: Exception) -> PlainTree:
         self.failed += 1
         return failure(error).error
 
-    def _enter(self, message: Request | RoundStored) -> Ticket[_WaitingRequest]:
+    def _enter(self, message: Request) -> Ticket[_WaitingRequest]:
         self._admit()
-        return self._queue(message, self._names_of(message))
+        return self._queue(message, names_of(self._store, message))
 
     def _queue(
-        self, message: Request | RoundStored | None, names: Sequence[Hashable]
+        self, message: Request | None, names: Sequence[Hashable]
     ) -> Ticket[_WaitingRequest]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         ticket = self._turns.enter(_WaitingRequest(message, answer), names)
@@ -410,12 +391,12 @@ class Serving:
     def _advance(
         self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest[Message]
     ) -> None:
-        """Advances a request until the compute thread has a plan to compute for it, or
-        its answer is known."""
+        """Advances a request until the compute thread has a job to do for it, or its
+        answer is known."""
         try:
             while isinstance(served, PendingRequest):
                 try:
-                    done = self._thread.submit(served.plan.compute)
+                    done = self._thread.submit(served.job)
                 except ZstratError as error:
                     served = advance(served.running, error)
                 else:
@@ -432,12 +413,8 @@ class Serving:
         pending: PendingRequest[Message],
         done: asyncio.Future[None],
     ) -> None:
-        error = done.exception()
-        if error is not None:
-            # First: the log has to diverge before any answer leaves.
-            self._store.gave_up(pending.plan)
         try:
-            served = advance(pending.running, error)
+            served = advance(pending.running, done.exception())
         except BaseException as error:  # goes to the caller
             self._finish(ticket, error)
         else:
@@ -479,7 +456,7 @@ class Serving:
             self.idle.set()
 
 
-def _has_applied(message: Request | RoundStored, outcome: object) -> bool:
+def _has_applied(message: Request, outcome: object) -> bool:
     """Returns whether the request was a push, or closed a round, and has changed the
     store."""
     return isinstance(outcome, _APPLIED) or (

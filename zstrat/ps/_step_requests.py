@@ -5,8 +5,8 @@ the moment at which such a request arrives, pushes that it forbids have no effec
 answer waits for the pushes that are under way at that moment. In between another
 process may have taken the store over, so that is checked again before the answer.
 
-Requests about rounds are contributions, the orders that close rounds, and pulls that
-wait for them. They take turns with all other requests of the store (`Serving`).
+Contributions to rounds, and the orders that close rounds, are served as all other
+requests of the store (`Serving`), and so are pulls whose round is open.
 
 Law: a pull that waits for a round holds no name, so no other request waits for the
 pull; it is checked again when the round is closed, because another process may serve
@@ -34,7 +34,6 @@ from zstrat.wire import (
     RaiseMark,
 )
 
-from ._round_serving import RoundStored
 from .store._changes import acknowledged
 
 if TYPE_CHECKING:
@@ -108,12 +107,13 @@ class StepRequests:
         return await acknowledged(self._store.log, fenced)
 
 
-RoundRequest = RoundStored | AskRounds
+RoundRequest = AskRounds | PullRound
 
 
 @final
 class RoundRequests:
-    """Answers requests about rounds. Lives on the event loop.
+    """Answers pulls that may have to wait for a round, and questions about rounds.
+    Lives on the event loop.
 
     Args:
         require_place: Raises if the session is over, or another process serves the
@@ -125,7 +125,7 @@ class RoundRequests:
     ) -> None:
         self._store, self._serving = store, serving
         self._require_place = require_place
-        serving.round_closed = self.wake
+        store.round_closed = self.wake
         self._waiting: list[asyncio.Future[None]] = []
         """Futures of the pulls that wait for a round to be closed."""
 
@@ -139,9 +139,9 @@ class RoundRequests:
             case AskRounds():
                 # In no turn: rounds change on the loop alone.
                 return self._store.rounds.held(message.after)
-            case PullRound() if self._has_to_wait(message):
-                return self._pull_later(message)
-            case _:
+            case PullRound():
+                if self._has_to_wait(message):
+                    return self._pull_later(message)
                 return self._serving.answer_request(message)
 
     def wake(self) -> None:

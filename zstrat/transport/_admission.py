@@ -80,14 +80,14 @@ def role_of(
     # `check_exposure`.
     if security is None or user is None:
         return job, None
-    role = security.role_of(user)
-    if role is None:
+    owner = security.owner_of(user)
+    if owner is None:
         return job, PermissionDeniedError(
             f"{described(hello)} has a key that is not in the key folder of this task"
         )
     if job is Job.OBSERVER:  # any key may observe
         return job, None
-    index = security.index_of(user)
+    role, index = owner
     if job is role and index in (None, hello.index):
         return job, None
     if job is role:

@@ -39,6 +39,8 @@ from ._pump import Pump
 if TYPE_CHECKING:
     from os import PathLike
 
+    from ._keys import Owner
+
 DOMAIN: Final = "zstrat"
 _TALKING: Final = (Job.CHIEF, Job.PS, Job.WORKER)
 """Roles whose tasks connect to tasks of the two other roles in this tuple."""
@@ -166,22 +168,16 @@ class Security:
         """Keys that the folder had when it was last read."""
         return self._keys
 
-    def role_of(self, key: str) -> Job | None:
-        """Returns the role of a public key; None if it is not in the key folder."""
-        owner = self._keys.owners.get(key)
-        return None if owner is None else owner[0]
-
-    def index_of(self, key: str) -> int | None:
-        """Returns the index of the only task that has the public key; None: the key
-        belongs to all tasks of a role, or is not in the folder."""
-        owner = self._keys.owners.get(key)
-        return None if owner is None else owner[1]
+    def owner_of(self, key: str) -> Owner | None:
+        """Returns the owner of a public key; None if it is not in the key folder."""
+        return self._keys.owners.get(key)
 
     @property
     def index(self) -> int | None:
         """Index of the only task with this secret; None: all tasks of the role have the
         secret."""
-        return self.index_of(self._keys.public)
+        owner = self.owner_of(self._keys.public)
+        return None if owner is None else owner[1]
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
         """Makes ``socket`` accept only keys that the authenticator admits. Call before

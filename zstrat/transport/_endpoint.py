@@ -254,9 +254,9 @@ class Endpoint:
         security = self._security
         if security is None:
             return False
-        if security.role_of(key) is None:
+        if security.owner_of(key) is None:
             security.look_again()  # the peer may have new keys before our next tick
-        return security.role_of(key) is not None
+        return security.owner_of(key) is not None
 
     @property
     def _interval(self) -> float:

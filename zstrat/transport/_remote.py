@@ -20,7 +20,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from zstrat.errors import CancelledError, PeerLostError, ZstratError
 from zstrat.wire import Done, Message
@@ -287,8 +287,6 @@ Handler = Callable[["Remote", Message], Message | Awaitable[Message] | None]
 """Called on the loop with every request and notice. For a request, the returned message
 (None means `Done`) or the raised error is sent back; for a notice, it is ignored."""
 
-_MESSAGES: Final = frozenset(get_args(Message))
-
 
 class RequestDispatcher:
     """Passes the requests of all connections of ``task`` to one handler, and sends the
@@ -334,10 +332,9 @@ class RequestDispatcher:
             if number is not None:
                 connection.outlet.peer.promise(number, remote.promised)
             remote.promised = 0
-        if result is None or type(result) in _MESSAGES:
+        if result is None or isinstance(result, Message):
             if number is not None:
-                answer = Done() if result is None else cast("Message", result)
-                connection.outlet.peer.reply(number, answer)
+                connection.outlet.peer.reply(number, result or Done())
         # Not owned here: who made it ends it, so `close` does not cancel it.
         elif isinstance(result, asyncio.Future):
             result.add_done_callback(partial(self._finished, connection, number))

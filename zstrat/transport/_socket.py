@@ -418,18 +418,9 @@ class ZeroMQSockets:
     give_back = staticmethod(return_context)
     bound_to = staticmethod(bound_to)
     accepted = staticmethod(accepted)
+    socket = staticmethod(new_socket)
     monitor = Monitor
     pump = Pump
-
-    def socket(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        kind: int,
-        address: Address,
-        settings: Settings,
-    ) -> zmq.Socket[bytes]:
-        """Returns a new socket, not yet bound or connected; see `Sockets.socket`."""
-        return new_socket(context, kind, address, settings)
 
 
 ZEROMQ: Final = ZeroMQSockets()

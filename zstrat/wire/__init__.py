@@ -29,6 +29,7 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
+from ._messages import MESSAGES as MESSAGES
 from ._messages import Message as Message
 from ._replication_messages import AskCopies as AskCopies
 from ._replication_messages import AttachBackup as AttachBackup

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_type_hints
 
 import msgpack
 import numpy as np
@@ -25,7 +25,7 @@ from zstrat.config import Limits
 from zstrat.errors import ProtocolError
 
 from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
-from ._messages import Message
+from ._messages import MESSAGES, Message
 from ._schema import (
     FEW,
     Arrays,
@@ -345,7 +345,7 @@ class _FormsByClass(dict[type, _Form]):
     of this package."""
 
     def __missing__(self, cls: type) -> _Form:
-        if cls not in _CLASSES:
+        if not issubclass(cls, Message):
             raise TypeError(f"{cls.__name__} is not a message")
         form = self[cls] = _Form(cls)
         return form
@@ -356,20 +356,12 @@ class _FormsByKind(dict[int, _Form]):
     begins."""
 
     def __missing__(self, kind: int) -> _Form:
-        if kind not in _KINDS:
+        if kind not in MESSAGES:
             raise _no_kind(kind)
-        form = self[kind] = _BY_CLASS[_KINDS[kind]]
+        form = self[kind] = _BY_CLASS[MESSAGES[kind]]
         return form
 
 
 _make_announced: Final = partial(tuple.__new__, Announced)
-_CLASSES: Final[tuple[type[Message], ...]] = get_args(Message)
-_KINDS: Final = {cls.kind: cls for cls in _CLASSES}
 _BY_CLASS: Final = _FormsByClass()
 _BY_KIND: Final = _FormsByKind()
-for _cls in _CLASSES:
-    if (_other := _KINDS[_cls.kind]) is not _cls:
-        raise TypeError(
-            f"zstrat.wire: {_cls.__name__} and {_other.__name__} both have kind "
-            f"{_cls.kind}; {max(_KINDS) + 1} is free"
-        )

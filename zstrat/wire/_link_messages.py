@@ -9,7 +9,7 @@ import enum
 from dataclasses import field
 from typing import ClassVar, Final
 
-from ._schema import message
+from ._messages import Message, message
 
 PROTOCOL: Final = 27
 """Version of the protocol; a HELLO with any other version is refused."""
@@ -26,7 +26,7 @@ class Job(enum.StrEnum):
 
 
 @message
-class Hello:
+class Hello(Message):
     """The first message of a connection, and the answer to it. Identifies the sender's
     task and process.
 
@@ -49,7 +49,7 @@ class Hello:
 
 
 @message
-class Beat:
+class Beat(Message):
     """A heartbeat: shows that the event loop of the sender runs. Answered by another
     Beat if ``wanted``."""
 
@@ -58,7 +58,7 @@ class Beat:
 
 
 @message
-class Chunk:
+class Chunk(Message):
     """Sends the next part of the body of message number ``stream``, from ``offset``, as
     one raw frame."""
 
@@ -68,7 +68,7 @@ class Chunk:
 
 
 @message
-class Credit:
+class Credit(Message):
     """Allows the receiver to send ``chunks`` more chunks of bodies, or messages with a
     large body."""
 
@@ -78,7 +78,7 @@ class Credit:
 
 
 @message
-class Goodbye:
+class Goodbye(Message):
     """Announces that the sender leaves on purpose. ``returns``: seconds until its
     successor, which has its state and incarnation, will be there; 0: there will be no
     successor."""
@@ -89,7 +89,7 @@ class Goodbye:
 
 
 @message
-class Offer:
+class Offer(Message):
     """Offers the sender's shared memory for bodies to a peer on the same host: the
     anonymous file ``descriptor`` of the sender's process. The memory begins with
     ``word``, by which the peer checks that it has mapped the right file."""
@@ -101,7 +101,7 @@ class Offer:
 
 
 @message
-class Mapped:
+class Mapped(Message):
     """Answers an `Offer`. ``proof`` is read from the offered memory, after the word,
     and so proves that the memory was mapped. Empty: the memory cannot be mapped."""
 
@@ -110,7 +110,7 @@ class Mapped:
 
 
 @message
-class Placed:
+class Placed(Message):
     """Replaces the body of message number ``stream``: the body is in the sender's
     memory (`Offer`), at ``offset``."""
 
@@ -120,7 +120,7 @@ class Placed:
 
 
 @message
-class Released:
+class Released(Message):
     """Reports that the sender no longer reads the bodies at these offsets of the
     receiver's memory."""
 
@@ -129,14 +129,9 @@ class Released:
 
 
 @message
-class Again:
+class Again(Message):
     """Answers a request whose body came in chunks: it must be sent once more, as
     nothing was done, and the body was not kept. The connection sends the request again
     by itself."""
 
     kind: ClassVar = 64
-
-
-LinkMessage = (
-    Hello | Beat | Chunk | Credit | Goodbye | Offer | Mapped | Placed | Released | Again
-)

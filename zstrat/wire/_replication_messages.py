@@ -13,16 +13,15 @@ The second part are the messages by which a primary sends its store and its chan
 the backup.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, message
+from ._messages import Message, message
+from ._schema import Arrays
 from ._session import COORDINATOR, SERVER, Repeat, request
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class HostStore:
+class HostStore(Message):
     """Makes a parameter server's process host a backup of ``store``, empty at first, at
     an address for that store alone; sent by a coordinator. Answered by `StoreHosted`,
     with the same answer to a repeated request in the same view. ``primary`` is the
@@ -44,7 +43,7 @@ class HostStore:
 
 
 @message
-class StoreHosted:
+class StoreHosted(Message):
     """Answers `HostStore`: the process hosts the copy, with this ``incarnation``, at
     ``address``."""
 
@@ -54,7 +53,7 @@ class StoreHosted:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DropStore:
+class DropStore(Message):
     """Makes a process drop its copy of ``store``. Answered by `Done`."""
 
     kind: ClassVar = 82
@@ -64,7 +63,7 @@ class DropStore:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AskCopies:
+class AskCopies(Message):
     """Asks a parameter server's process for its copies of stores; sent by a coordinator
     that continues the session of a lost coordinator. Answered by `CopiesReport`."""
 
@@ -104,7 +103,7 @@ class OrphanedCopy(NamedTuple):
 
 
 @message
-class CopiesReport:
+class CopiesReport(Message):
     """Answers `AskCopies` with the copies of stores that a process has."""
 
     kind: ClassVar = 99
@@ -112,7 +111,7 @@ class CopiesReport:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AttachBackup:
+class AttachBackup(Message):
     """Gives a primary an empty backup to fill; sent by a coordinator. Answered by
     `Done` once the backup is complete: from then on the primary acknowledges only
     changes that the backup has. Training continues meanwhile. ``beside``: the primary
@@ -128,7 +127,7 @@ class AttachBackup:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DetachBackup:
+class DetachBackup(Message):
     """Makes a primary continue without a backup, and acknowledge the changes that wait
     for the backup. Answered by `Done`, even if the primary has no backup. Sent only by
     a coordinator: a primary that has lost its backup acknowledges nothing by itself."""
@@ -139,7 +138,7 @@ class DetachBackup:
 
 
 @message
-class BackupLost:
+class BackupLost(Message):
     """Notifies the coordinator that a primary cannot reach its backup, or that the
     backup differs from the primary. A notice."""
 
@@ -150,7 +149,7 @@ class BackupLost:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class PromoteBackup:
+class PromoteBackup(Message):
     """Promotes a backup to the primary of its store; sent by a coordinator. The backup
     accepts no more changes from the old primary, and serves. Answered by `Done`. All
     versions jump past those that the old primary can have sent. An incomplete backup
@@ -166,7 +165,7 @@ class PromoteBackup:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class MoveServer:
+class MoveServer(Message):
     """Sends a worker the new address of a store; sent by a coordinator. ``view`` is the
     new view of the store. Answered by `Done` once the worker has sent its open requests
     to the new address."""
@@ -178,22 +177,8 @@ class MoveServer:
     address: str
 
 
-ReplicationMessage = (
-    AskCopies
-    | AttachBackup
-    | BackupLost
-    | CopiesReport
-    | DetachBackup
-    | DropStore
-    | HostStore
-    | MoveServer
-    | PromoteBackup
-    | StoreHosted
-)
-
-
 @request(by=SERVER, repeat=Repeat.NEVER)
-class OpenLog:
+class OpenLog(Message):
     """Announces to a backup that the primary sends its changes in ``view``. Answered by
     `LogTaken`; the primary continues with the change after the one that the answer
     names."""
@@ -204,7 +189,7 @@ class OpenLog:
 
 
 @message
-class LogTaken:
+class LogTaken(Message):
     """Acknowledges that the backup has received all changes up to ``number``, and keeps
     them in memory. Also sent as a notice."""
 
@@ -213,7 +198,7 @@ class LogTaken:
 
 
 @message
-class LogMade:
+class LogMade(Message):
     """Reports that the backup has applied all changes up to ``number``. A notice, which
     is sent only while the backup is being filled; later `LogTaken` alone is sent."""
 
@@ -236,7 +221,7 @@ class CopiedVariable(NamedTuple):
 
 
 @message
-class CopyVariables:
+class CopyVariables(Message):
     """Creates variables without values on the backup. Later new variables begin with
     ``first_version``."""
 
@@ -260,7 +245,7 @@ class CopiedSlot(NamedTuple):
 
 
 @message
-class CopySlots:
+class CopySlots(Message):
     """Creates slots without values on the backup."""
 
     kind: ClassVar = 91
@@ -278,7 +263,7 @@ class CopiedPart(NamedTuple):
 
 
 @message
-class CopyParts:
+class CopyParts(Message):
     """Sends bytes of values and slots to the backup, one array for each part."""
 
     kind: ClassVar = 92
@@ -287,7 +272,7 @@ class CopyParts:
 
 
 @message
-class CopyLedger:
+class CopyLedger(Message):
     """Sends the backup the ledger of applied pushes: those of the session's closures
     (``writer`` 0), or those that the process ``writer`` made outside of closures. Two
     arrays of int64: ``[n, 2]`` steps with their parts, and ``[m, 2]`` ranges of ended
@@ -308,7 +293,7 @@ class KeptOptimizer(NamedTuple):
 
 
 @message
-class CopyKept:
+class CopyKept(Message):
     """Sends the backup the optimizers and variables of an earlier program of the
     session, which must stay if the present program fails to create them again. One
     array of int64: the keys of the variables. ``are_loaded``: all optimizers that the
@@ -321,7 +306,7 @@ class CopyKept:
 
 
 @message
-class CopyTree:
+class CopyTree(Message):
     """Sends the tree of an optimizer as one array of uint8, and the keys of the
     variables that the tree binds (int64 [n]). Variables that were created later under
     one of these keys are not bound."""
@@ -332,7 +317,7 @@ class CopyTree:
 
 
 @message
-class ChangeProgram:
+class ChangeProgram(Message):
     """Tells the backup that another program continues the session ``session``, with new
     steps and new code of optimizers."""
 
@@ -341,33 +326,17 @@ class ChangeProgram:
 
 
 @message
-class CopyWhole:
+class CopyWhole(Message):
     """Marks the backup as complete, so that it may become the primary."""
 
     kind: ClassVar = 94
 
 
 @message
-class RaiseWriterMark:
+class RaiseWriterMark(Message):
     """Notes on the backup that all updates of the process ``writer`` outside of
     closures below the number ``low_water`` have ended."""
 
     kind: ClassVar = 95
     writer: int
     low_water: int
-
-
-BackupMessage = (
-    OpenLog
-    | LogMade
-    | LogTaken
-    | ChangeProgram
-    | CopyVariables
-    | CopySlots
-    | CopyParts
-    | CopyLedger
-    | CopyKept
-    | CopyTree
-    | CopyWhole
-    | RaiseWriterMark
-)

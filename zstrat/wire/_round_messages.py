@@ -10,7 +10,8 @@ the same order to every parameter server.
 import enum
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, message
+from ._messages import Message, message
+from ._schema import Arrays
 from ._session import COORDINATOR, TRAINING, Repeat, read_answer, request
 from ._step_messages import StepContribution
 from ._variable_messages import Read, Update
@@ -51,7 +52,7 @@ class RoundOrder(NamedTuple):
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
-class Contribute:
+class Contribute(Message):
     """Sends the gradients of a step, which the server keeps for rounds. Answered by
     `Done`. The newest ``attempt`` of a step replaces earlier ones. Every server of the
     session gets the message, a server without a variable of the step without gradients;
@@ -66,7 +67,7 @@ class Contribute:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class CloseRound:
+class CloseRound(Message):
     """Closes a round: applies the contributions of its members as one update of the
     optimizer; sent by a coordinator. Answered by `Done`, also if the round was closed
     before. An order without members changes no variable, and its number may skip
@@ -86,7 +87,7 @@ class CloseRound:
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
-class PullMerged:
+class PullMerged(Message):
     """Reads the merged gradients of the members of a round that is still open; with
     ``trees`` also the trees of variables that the optimizer updates. Answered by
     `Merged`."""
@@ -98,7 +99,7 @@ class PullMerged:
 
 
 @read_answer
-class Merged:
+class Merged(Message):
     """Answers `PullMerged` with an update for each variable that has a gradient. The
     first ``trees`` arrays are trees of variables, as `BindOptimizer` has sent them."""
 
@@ -109,7 +110,7 @@ class Merged:
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
-class PullRound:
+class PullRound(Message):
     """Reads as `PullRows` does, once all rounds before those of ``after`` are closed.
     Waits for that without a limit. Answered by `PulledRound`."""
 
@@ -122,7 +123,7 @@ class PullRound:
 
 
 @read_answer
-class PulledRound:
+class PulledRound(Message):
     """Answers `PullRound` with the fields of `Pulled`. ``numbers``: for each optimizer
     of ``after`` the number of the round that was open when the values were read."""
 
@@ -134,7 +135,7 @@ class PulledRound:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class MergeOperands:
+class MergeOperands(Message):
     """Asks a worker for the operands that an optimizer computes from all merged
     gradients of a round (for example a global norm); sent by a coordinator, after the
     `PutCode` of the optimizer with the digest ``code``. Answered by
@@ -147,7 +148,7 @@ class MergeOperands:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class RestartWindows:
+class RestartWindows(Message):
     """Makes a worker drop the state that it keeps between windows (runs of several
     local steps) of an optimizer, and count from round ``number``, as variables were
     restored; sent by a coordinator. `StoreTensors` follow with that state, if the
@@ -161,7 +162,7 @@ class RestartWindows:
 
 
 @message
-class MergedOperands:
+class MergedOperands(Message):
     """Answers `MergeOperands` with the computed operands."""
 
     kind: ClassVar = 125
@@ -169,7 +170,7 @@ class MergedOperands:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class AskRounds:
+class AskRounds(Message):
     """Asks a server for the rounds of the optimizer with the lowest number above
     ``after``; sent by a coordinator that continues the session of another program.
     Answered by `HeldRounds`."""
@@ -180,7 +181,7 @@ class AskRounds:
 
 
 @message
-class HeldRounds:
+class HeldRounds(Message):
     """Answers `AskRounds`: the rounds of an optimizer on a server (0: no optimizer is
     left). The fields are the round that was closed last (-1: none was), its operands in
     ``arrays``, and the contributions that wait for a round. A backup gets these as
@@ -190,18 +191,3 @@ class HeldRounds:
     closed: RoundOrder
     contributions: list[StepContribution]
     arrays: Arrays
-
-
-RoundMessage = (
-    Contribute
-    | CloseRound
-    | PullMerged
-    | Merged
-    | PullRound
-    | PulledRound
-    | MergeOperands
-    | RestartWindows
-    | MergedOperands
-    | AskRounds
-    | HeldRounds
-)

@@ -1,7 +1,7 @@
 """Checks what each field of a message may hold, by functions compiled once from the
 annotations.
 
-The dataclasses of `_messages` are the only schema. When a message is first sent or
+The classes of messages are the only schema. When a message is first sent or
 received, every annotation of its class becomes a *check*: a function that takes what
 msgpack unpacked and returns the value of the field, or raises `Mismatch`. Nothing looks
 at an annotation after that.
@@ -18,22 +18,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, FrozenInstanceError, dataclass, field, fields
 from functools import partial
-from typing import (
-    Any,
-    Final,
-    NoReturn,
-    TypeVar,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-T = TypeVar("T")
 Check = Callable[[Any], Any]
 Column = Callable[[Sequence[Any]], bool]
 
@@ -63,98 +52,6 @@ _ROWS: Final = 2
 by columns."""
 
 _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def message(cls: type[T]) -> type[T]:
-    """Makes a class of messages: a frozen dataclass with slots.
-
-    All messages share the same functions for construction, comparison, repr and refusal
-    of changes. A dataclass compiles its own functions, which takes half a millisecond
-    for each of the sixty messages in every process.
-    """
-    made: Any = dataclass(init=False, slots=True, eq=False, repr=False)(cls)
-    made.__init__ = _init_of(made)
-    made.__eq__, made.__hash__, made.__repr__ = _equal, _hash, _shown
-    made.__setattr__ = made.__delattr__ = _refuse
-    # By default pickle would set the slots by `setattr`, which is refused.
-    made.__reduce__ = _reduced
-    made_class: type[T] = made
-    return made_class
-
-
-def _init_of(cls: Any) -> Callable[..., None]:
-    known = fields(cls)
-    # The slots themselves: `setattr` is refused, as messages are frozen.
-    puts = [getattr(cls, each.name).__set__ for each in known]
-    defaults = tuple([x.default for x in known if x.default is not MISSING])
-    count, needed = len(known), len(known) - len(defaults)
-    if any(each.default_factory is not MISSING for each in known):
-        needed = count  # fewer are put together by `_bound`
-
-    def init(message: Any, *given: Any, **named: Any) -> None:
-        if named or not needed <= len(given) <= count:
-            given = _bound(cls, given, named)
-        elif len(given) < count:
-            given += defaults[len(given) - needed :]
-        for put, value in zip(puts, given, strict=True):
-            put(message, value)
-
-    return init
-
-
-def _bound(cls: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the values of all fields of a message class, in order, from positional
-    (``given``) and keyword arguments."""
-    values = list(given)
-    for each in fields(cls)[len(given) :]:
-        if each.name in named:
-            values.append(named.pop(each.name))
-        elif each.default is not MISSING:
-            values.append(each.default)
-        elif each.default_factory is not MISSING:
-            values.append(each.default_factory())
-        else:
-            raise TypeError(f"{cls.__name__} has no value for {each.name!r}")
-    if named or len(values) > len(fields(cls)):
-        raise TypeError(
-            f"{cls.__name__} has the fields {', '.join(cls.__match_args__)}: got "
-            f"{len(given)} values and {sorted(named)}"
-        )
-    return tuple(values)
-
-
-def _refuse(message: Any, name: str, *value: object) -> NoReturn:
-    raise FrozenInstanceError(f"{type(message).__name__}.{name} cannot be changed")
-
-
-def _reduced(message: Any) -> tuple[Any, ...]:
-    return type(message), _values(message)
-
-
-def _values(message: Any) -> tuple[Any, ...]:
-    return tuple([getattr(message, name) for name in message.__match_args__])
-
-
-def _equal(message: Any, other: Any) -> Any:
-    if type(other) is not type(message):
-        return NotImplemented
-    return _compared(message) == _compared(other)
-
-
-def _compared(message: Any) -> tuple[Any, ...]:
-    """Returns the values of the fields that take part in comparisons of messages."""
-    return tuple([getattr(message, x.name) for x in fields(message) if x.compare])
-
-
-def _hash(message: Any) -> int:
-    return hash(_compared(message))
-
-
-def _shown(message: Any) -> str:
-    names = message.__match_args__
-    shown = ", ".join(f"{name}={getattr(message, name)!r}" for name in names)
-    return f"{type(message).__qualname__}({shown})"
 
 
 class Mismatch(Exception):

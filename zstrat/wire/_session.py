@@ -42,7 +42,7 @@ from zstrat.errors import (
 )
 
 from ._link_messages import Job
-from ._schema import message
+from ._messages import Message, message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zstrat.wire._link_messages import Hello
 
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 
 COORDINATOR: Final = frozenset({Job.CHIEF})
 WORKER: Final = frozenset({Job.WORKER})
@@ -85,11 +85,11 @@ REQUESTS: Final[dict[type, RequestRule]] = {}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[T]], type[T]]:
+def request(*, by: frozenset[Job], repeat: Repeat) -> Callable[[type[M]], type[M]]:
     """Makes a class of messages (`message`) that are requests from one task to another.
     ``by``: the jobs that may send them."""
 
-    def decorate(cls: type[T]) -> type[T]:
+    def decorate(cls: type[M]) -> type[M]:
         made = message(cls)
         REQUESTS[made] = RequestRule(by, repeat)
         return made
@@ -102,7 +102,7 @@ READ_ANSWERS: Final[set[type]] = set()
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def read_answer(cls: type[T]) -> type[T]:
+def read_answer(cls: type[M]) -> type[M]:
     """Makes a class of messages that answer reads (`message`). A parameter server sends
     them before its backup has what they show (docs/consistency.md). No answer to a
     change may be one."""

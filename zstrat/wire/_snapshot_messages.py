@@ -11,7 +11,8 @@ are created at first use.
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, message
+from ._messages import Message, message
+from ._schema import Arrays
 from ._session import COORDINATOR, Repeat, request
 
 
@@ -33,7 +34,7 @@ class TensorEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class PinSnapshot:
+class PinSnapshot(Message):
     """Keeps the present values and slots of variables until `ReleaseSnapshot`, while
     updates continue. ``optimizers``: optimizers whose slots are kept, too. Answered by
     `SnapshotPinned`.
@@ -56,7 +57,7 @@ class PinSnapshot:
 
 
 @message
-class SnapshotPinned:
+class SnapshotPinned(Message):
     """Answers `PinSnapshot`: the tensors of a snapshot from index ``first``, and their
     total number."""
 
@@ -66,7 +67,7 @@ class SnapshotPinned:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class WriteSnapshot:
+class WriteSnapshot(Message):
     """Writes tensors of a snapshot (by index in `SnapshotPinned`) to the new file
     ``path`` under ``names``, and syncs the file. Answered by `SnapshotWritten`."""
 
@@ -79,7 +80,7 @@ class WriteSnapshot:
 
 
 @message
-class SnapshotWritten:
+class SnapshotWritten(Message):
     """Answers `WriteSnapshot`: the digest of each tensor in the order of the names, and
     the ``size`` of the file in bytes."""
 
@@ -89,7 +90,7 @@ class SnapshotWritten:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class ReadSnapshot:
+class ReadSnapshot(Message):
     """Asks for ``size`` bytes of a tensor of a snapshot. Answered by `SnapshotPart`."""
 
     kind: ClassVar = 44
@@ -101,7 +102,7 @@ class ReadSnapshot:
 
 
 @message
-class SnapshotPart:
+class SnapshotPart(Message):
     """Answers `ReadSnapshot` with one array of bytes."""
 
     kind: ClassVar = 45
@@ -109,7 +110,7 @@ class SnapshotPart:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class ReleaseSnapshot:
+class ReleaseSnapshot(Message):
     """Drops a snapshot, with the old values that it keeps. Answered by `Done`."""
 
     kind: ClassVar = 46
@@ -139,7 +140,7 @@ class LoadEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class LoadTensors:
+class LoadTensors(Message):
     """Loads values and slots from files that the ps can read. Answered by `Done`."""
 
     kind: ClassVar = 47
@@ -159,7 +160,7 @@ class StoreEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class StoreTensors:
+class StoreTensors(Message):
     """Sends values and slots, which the receiver stores. Answered by `Done`."""
 
     kind: ClassVar = 60
@@ -189,7 +190,7 @@ class TableTensor(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class LoadTable:
+class LoadTable(Message):
     """Loads rows of a table of any id, with their ids and slots, from files that the ps
     can read: those whose ids are in the buckets from ``first`` to before ``last``
     (`zstrat.ids.buckets_of`). Answered by `Done`.
@@ -208,7 +209,7 @@ class LoadTable:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class StoreTable:
+class StoreTable(Message):
     """Sends rows of a table of any id, which the server stores as by a `LoadTable` of
     all buckets. The arrays are ids, int64 ``[n]``, and one for each leaf. Answered by
     `Done`."""
@@ -219,18 +220,3 @@ class StoreTable:
     replaces: bool
     leaves: list[TableLeaf]
     arrays: Arrays
-
-
-SnapshotMessage = (
-    PinSnapshot
-    | SnapshotPinned
-    | WriteSnapshot
-    | SnapshotWritten
-    | ReadSnapshot
-    | SnapshotPart
-    | ReleaseSnapshot
-    | LoadTensors
-    | StoreTensors
-    | LoadTable
-    | StoreTable
-)

@@ -10,7 +10,8 @@ import struct
 from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
-from ._schema import Arrays, PlainTree, message
+from ._messages import Message, message
+from ._schema import Arrays, PlainTree
 from ._session import COORDINATOR, Repeat, request
 
 
@@ -26,7 +27,7 @@ class Outcome(enum.IntEnum):
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class PutCode:
+class PutCode(Message):
     """Sends a pickled object (a step function, a dataset function), named by its
     digest. Answered by `Done`."""
 
@@ -37,7 +38,7 @@ class PutCode:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class PutArguments:
+class PutArguments(Message):
     """Sends the pickled ``(args, kwargs)`` of closures, with large arrays out of band
     (pickle protocol 5). A notice, as messages of a link keep their order."""
 
@@ -49,7 +50,7 @@ class PutArguments:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DropArguments:
+class DropArguments(Message):
     """Drops arguments that no closure needs. A notice, as messages of a link keep their
     order."""
 
@@ -79,7 +80,7 @@ examples."""
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class Dispatch:
+class Dispatch(Message):
     """Sends closures, which the worker runs in order. A notice, followed by
     `Completions` as the closures end. ``inputs`` are the arrays among the arguments of
     the closures, closure after closure; a batch of large ``size`` has ``arrays``
@@ -137,7 +138,7 @@ class StepContribution(NamedTuple):
 
 
 @message
-class Completions:
+class Completions(Message):
     """Reports ended closures; a notice from worker to coordinator. ``results`` are the
     little-endian C-order bytes of all small results, leaf after leaf."""
 
@@ -159,7 +160,7 @@ class PrintedText(NamedTuple):
 
 
 @message
-class Printed:
+class Printed(Message):
     """Sends the output of steps and dataset functions of the session, in order; a
     notice from worker to coordinator. The output of a step is sent before its
     completion."""
@@ -170,7 +171,7 @@ class Printed:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class CancelSteps:
+class CancelSteps(Message):
     """Cancels every closure that has not begun; the worker reports each as cancelled in
     `Completions`. A running closure continues. A notice."""
 
@@ -179,7 +180,7 @@ class CancelSteps:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class Fetch:
+class Fetch(Message):
     """Asks a worker for a result that stayed there. Answered by `Fetched`."""
 
     kind: ClassVar = 54
@@ -188,7 +189,7 @@ class Fetch:
 
 
 @message
-class Fetched:
+class Fetched(Message):
     """Answers `Fetch` with the leaves of the result."""
 
     kind: ClassVar = 55
@@ -196,7 +197,7 @@ class Fetched:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DropResults:
+class DropResults(Message):
     """Drops results that the program no longer refers to. A notice."""
 
     kind: ClassVar = 56
@@ -205,7 +206,7 @@ class DropResults:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class BuildResource:
+class BuildResource(Message):
     """Builds or rebuilds a per-worker resource from sent code. Answered by
     `ResourceBuilt`, or by a `Failure` with the error of the code. ``maker`` is the
     digest of a callable, ``purpose`` is "iterator" (the worker iterates over its
@@ -228,7 +229,7 @@ class BuildResource:
 
 
 @message
-class ResourceBuilt:
+class ResourceBuilt(Message):
     """Answers `BuildResource`. ``layout`` describes the elements of an iterator by its
     first one. ``examples`` is the number of examples of a leased dataset; 0: the
     resource is not one."""
@@ -239,7 +240,7 @@ class ResourceBuilt:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AskIteratorState:
+class AskIteratorState(Message):
     """Asks for the position of an iterator, in which elements that were put back count
     as not drawn. Answered by `IteratorState`, or by a `Failure`."""
 
@@ -249,7 +250,7 @@ class AskIteratorState:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AskIteratorFit:
+class AskIteratorFit(Message):
     """Asks whether an iterator can continue at the ``state`` of an `IteratorState`.
     Answered by `Done`, or by a `Failure` with the reason."""
 
@@ -260,7 +261,7 @@ class AskIteratorFit:
 
 
 @message
-class IteratorState:
+class IteratorState(Message):
     """The position of an iterator. ``state`` is JSON; "" if the iterator was empty or
     could not be built, and so its position is still the beginning."""
 
@@ -269,29 +270,9 @@ class IteratorState:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DropResources:
+class DropResources(Message):
     """Closes resources that the program no longer refers to. A notice."""
 
     kind: ClassVar = 59
     session: int
     resources: list[int]
-
-
-StepMessage = (
-    PutCode
-    | PutArguments
-    | DropArguments
-    | Dispatch
-    | Completions
-    | Printed
-    | CancelSteps
-    | Fetch
-    | Fetched
-    | DropResults
-    | BuildResource
-    | ResourceBuilt
-    | AskIteratorState
-    | AskIteratorFit
-    | IteratorState
-    | DropResources
-)

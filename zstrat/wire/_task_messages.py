@@ -10,12 +10,13 @@ No coordinator takes part in a group. The ticket is a random name of one generat
 from dataclasses import field
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, PlainTree, message
+from ._messages import Message, message
+from ._schema import Arrays, PlainTree
 from ._session import ANY_TASK, COORDINATOR, TRAINING, WORKER, Repeat, request
 
 
 @message
-class Failure:
+class Failure(Message):
     """Reports that a request has failed, with `zstrat.errors.to_wire` of the error."""
 
     kind: ClassVar = 6
@@ -23,21 +24,21 @@ class Failure:
 
 
 @message
-class Done:
+class Done(Message):
     """Reports that a request without a result has succeeded."""
 
     kind: ClassVar = 7
 
 
 @request(by=ANY_TASK, repeat=Repeat.SAFE)
-class Inspect:
+class Inspect(Message):
     """Asks a task for its statistics. Answered by `Statistics`."""
 
     kind: ClassVar = 8
 
 
 @message
-class Statistics:
+class Statistics(Message):
     """Answers `Inspect` with values by the part of the task."""
 
     kind: ClassVar = 9
@@ -45,7 +46,7 @@ class Statistics:
 
 
 @message
-class Telemetry:
+class Telemetry(Message):
     """Sends numbers of a task to the program whose session the task serves, about once
     a second while the values change: the parts of `Statistics` that `zstrat.telemetry`
     computes. A notice; the next one replaces one that is lost."""
@@ -55,7 +56,7 @@ class Telemetry:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class OpenSession:
+class OpenSession(Message):
     """Makes a coordinator the owner of a task. Answered by `SessionOpened`, or by a
     `BusyError` while another coordinator that is alive owns the task.
 
@@ -94,7 +95,7 @@ class OpenSession:
 
 
 @message
-class SessionOpened:
+class SessionOpened(Message):
     """Answers `OpenSession`: the session is open. Has the task's ``platform`` ("cpu",
     "gpu", "tpu") and its number of ``devices``.
 
@@ -131,7 +132,7 @@ class AwaitedOptimizer(NamedTuple):
 
 
 @request(by=WORKER, repeat=Repeat.SAFE)
-class JoinSession:
+class JoinSession(Message):
     """Asks a ps for the session of the program that creates the variables; sent by a
     worker that runs a program of its own. Answered by `SessionOpened` once ``session``
     is open (0: any session whose coordinator is alive) and has all these variables and
@@ -146,7 +147,7 @@ class JoinSession:
 
 
 @request(by=WORKER, repeat=Repeat.NEVER)
-class ReportWorker:
+class ReportWorker(Message):
     """Reports a new worker to a parameter server, which passes it on to the program
     whose session it serves. Answered by `AnswerReport` when the worker is part of that
     session. Refused by the program, or after ``timeout`` seconds.
@@ -161,7 +162,7 @@ class ReportWorker:
 
 
 @message
-class WorkerReported:
+class WorkerReported(Message):
     """Passes a `ReportWorker` to the program. A notice, which is sent again under the
     same number ``report`` if the program reopens its session."""
 
@@ -174,7 +175,7 @@ class WorkerReported:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AnswerReport:
+class AnswerReport(Message):
     """Answers a `WorkerReported`, and through it the worker's `ReportWorker`: the
     ``index`` of the worker, or `zstrat.errors.to_wire` of the reason of a refusal.
     Answered by `Done`."""
@@ -187,7 +188,7 @@ class AnswerReport:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class CloseSession:
+class CloseSession(Message):
     """Closes the session and drops its state; with ``exit`` the process drains and
     ends. Answered by `Done`.
 
@@ -202,7 +203,7 @@ class CloseSession:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class AskClock:
+class AskClock(Message):
     """Asks a task for the time of its clock. Answered at once by `ClockTime`."""
 
     kind: ClassVar = 106
@@ -210,7 +211,7 @@ class AskClock:
 
 
 @message
-class ClockTime:
+class ClockTime(Message):
     """The answering process's monotonic clock, in seconds."""
 
     kind: ClassVar = 107
@@ -218,7 +219,7 @@ class ClockTime:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class BeginCapture:
+class BeginCapture(Message):
     """Makes a task keep the spans (timed phases) of the session's steps: the last
     ``spans``, for at most ``seconds``. ``profile``: a worker also starts jax's
     profiler, into a new folder. Answered by `Done`."""
@@ -231,7 +232,7 @@ class BeginCapture:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class EndCapture:
+class EndCapture(Message):
     """Makes a task stop keeping spans, and asks for them. Answered by `Captured`."""
 
     kind: ClassVar = 109
@@ -239,7 +240,7 @@ class EndCapture:
 
 
 @message
-class Captured:
+class Captured(Message):
     """Answers `EndCapture` with the captured spans: steps (int64 [n]), indices into
     ``phases`` (uint8 [n]), starts and ends (float64 [2, n], seconds of the clock of
     `ClockTime`); and times with the bytes received and sent by the process so far
@@ -254,27 +255,6 @@ class Captured:
     profile: str
     problem: str
     arrays: Arrays
-
-
-TaskMessage = (
-    Failure
-    | Done
-    | Inspect
-    | Statistics
-    | Telemetry
-    | OpenSession
-    | SessionOpened
-    | JoinSession
-    | CloseSession
-    | ReportWorker
-    | WorkerReported
-    | AnswerReport
-    | AskClock
-    | ClockTime
-    | BeginCapture
-    | EndCapture
-    | Captured
-)
 
 
 class MemberEntry(NamedTuple):
@@ -293,7 +273,7 @@ class MemberEntry(NamedTuple):
 
 # The node of a rank asks again by itself: rank 0 may be another process by then.
 @request(by=TRAINING, repeat=Repeat.NEVER)
-class JoinGroup:
+class JoinGroup(Message):
     """Asks rank 0 to form a generation of a group. Answered by `GroupFormed` once all
     ``size`` ranks have asked, or after ``timeout`` seconds by an error that names the
     missing ranks. ``generation``: the lowest number of the generation that the rank
@@ -309,7 +289,7 @@ class JoinGroup:
 
 
 @message
-class GroupFormed:
+class GroupFormed(Message):
     """Answers `JoinGroup`: a generation is formed. ``ticket`` is its random name.
     ``members`` are in the order of ranks. ``choices`` is rank 0's table of algorithms,
     which all ranks use: ranks with different tables would wait for each other."""
@@ -322,7 +302,7 @@ class GroupFormed:
 
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
-class Hop:
+class Hop(Message):
     """Sends part of the data of one call of a collective operation, from one rank to
     another. A notice.
 
@@ -341,7 +321,7 @@ class Hop:
 
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
-class AbortCall:
+class AbortCall(Message):
     """Reports that the sender ends the generation because of ``error`` (`to_wire`) in a
     call. A notice. ``lost``: ranks that are lost."""
 
@@ -353,7 +333,7 @@ class AbortCall:
 
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
-class AskCall:
+class AskCall(Message):
     """Asks a rank for its progress with a call of a collective operation. Answered by
     `CallState`."""
 
@@ -363,7 +343,7 @@ class AskCall:
 
 
 @message
-class CallState:
+class CallState(Message):
     """Answers `AskCall`: the progress of the rank with the call. ``about``: description
     of the call, "" if the rank has not begun it; ``waits``: ranks that the rank waits
     for. ``is_over``: the call has ended on the rank. ``is_broken``: the generation has
@@ -377,7 +357,7 @@ class CallState:
 
 
 @request(by=TRAINING, repeat=Repeat.NEVER)
-class LeaveGroup:
+class LeaveGroup(Message):
     """Reports that the sender leaves the generation on purpose. A notice. ``calls``:
     number of untagged operations that the sender has begun."""
 
@@ -385,8 +365,3 @@ class LeaveGroup:
     ticket: int
     calls: int
     reason: str
-
-
-GroupMessage = (
-    JoinGroup | GroupFormed | Hop | AbortCall | AskCall | CallState | LeaveGroup
-)

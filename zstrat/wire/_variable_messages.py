@@ -10,7 +10,8 @@ import enum
 from dataclasses import field
 from typing import ClassVar, Final, NamedTuple
 
-from ._schema import Arrays, PlainTree, message
+from ._messages import Message, message
+from ._schema import Arrays, PlainTree
 from ._session import COORDINATOR, READING, TRAINING, Repeat, read_answer, request
 
 
@@ -78,7 +79,7 @@ class VariableEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class CreateVariables:
+class CreateVariables(Message):
     """Creates all variables of the message or none. Answered by `Done`. Creating a
     variable of the same key, name, shape and dtype again is allowed and keeps its
     value."""
@@ -105,7 +106,7 @@ class InitialEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class InitializeVariables:
+class InitializeVariables(Message):
     """Creates all variables or none, as `CreateVariables`, from pickled code of an
     initializer: ``(shape, dtype, partition_shape=, partition_offset=) -> array``.
     Answered by `Done`."""
@@ -149,7 +150,7 @@ class TableEntry(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class CreateTables:
+class CreateTables(Message):
     """Creates all tables of any id of the message or none, as `CreateVariables` does.
     Pickled code of an initializer (`zstrat.initializers.Initializer`) computes the
     first values of rows. Answered by `Done`.
@@ -166,7 +167,7 @@ class CreateTables:
 
 
 @request(by=READING, repeat=Repeat.SAFE)
-class PullTable:
+class PullTable(Message):
     """Reads the rows of a table of any id whose ids are in the buckets from ``first``
     to before ``last`` (`zstrat.ids.buckets_of`). Answered by `Pulled`, with the table's
     version and two arrays: ids ``[n]``, sorted by bucket and then by id, and rows ``[n,
@@ -190,7 +191,7 @@ class PullTable:
 
 
 @request(by=READING, repeat=Repeat.SAFE)
-class AskTables:
+class AskTables(Message):
     """Asks how large tables of any id are. Answered by `TableSizes`."""
 
     kind: ClassVar = 130
@@ -199,7 +200,7 @@ class AskTables:
 
 
 @read_answer
-class TableSizes:
+class TableSizes(Message):
     """Answers `AskTables`, with one number per table in each field: rows; bytes of
     rows, ids, index and slots; rows that were born, and removed or evicted, since the
     server has the table; ids that wait to be born; gradients of rows that were dropped,
@@ -218,7 +219,7 @@ class TableSizes:
 
 # A second one would find nothing to delete: a client repeats it with ``again``.
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class DeleteVariables:
+class DeleteVariables(Message):
     """Frees the variables of these keys, and their slots. Answered by `Done`. All must
     exist, unless the request is sent ``again``: the first one may have been carried
     out."""
@@ -230,7 +231,7 @@ class DeleteVariables:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class CreateOptimizer:
+class CreateOptimizer(Message):
     """Creates an optimizer. ``code`` is a pickled optax transformation. Answered by
     `Done`."""
 
@@ -242,7 +243,7 @@ class CreateOptimizer:
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
-class BindOptimizer:
+class BindOptimizer(Message):
     """Sends the tree (nested structure) of the variables that an optimizer updates, as
     one array of bytes. The bytes are data, never code, so every task that applies
     gradients may send them. Answered by `Done`. Sending the same tree again is
@@ -255,7 +256,7 @@ class BindOptimizer:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class Withdraw:
+class Withdraw(Message):
     """Drops variables and optimizers after their creation failed, as their numbers will
     be reused. Answered by `Done`, even if they do not exist."""
 
@@ -276,7 +277,7 @@ class Read(NamedTuple):
 
 
 @request(by=READING, repeat=Repeat.SAFE)
-class Pull:
+class Pull(Message):
     """Reads several variables. Answered by `Pulled`. Each value is consistent; together
     they are not a snapshot."""
 
@@ -286,7 +287,7 @@ class Pull:
 
 
 @request(by=READING, repeat=Repeat.SAFE)
-class PullRows:
+class PullRows(Message):
     """Reads several variables as `Pull` does, rows of other variables, and sets of
     small variables. Answered by `Pulled`.
 
@@ -309,7 +310,7 @@ class PullRows:
 
 
 @read_answer
-class Pulled:
+class Pulled(Message):
     """Answers a pull: one version per read, in order, and one per set. ``arrays`` has,
     in order, the values of the reads and sets whose version differs from the known one
     (of a set the array ``[elements]``), and then the rows ``[n, ...]`` for each of
@@ -341,7 +342,7 @@ class Update(NamedTuple):
 
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
-class Push:
+class Push(Message):
     """Applies all its updates or none. Answered by `Pushed`.
 
     ``step`` is the number of the closure: a ps applies the push of ``(session, step,
@@ -368,7 +369,7 @@ class Push:
 
 
 @request(by=COORDINATOR, repeat=Repeat.NEVER)
-class RaiseMark:
+class RaiseMark(Message):
     """Notifies a server that all closures below ``low_water`` have ended: it treats
     later pushes of these closures as duplicates, and need not remember them one by one.
     A notice."""
@@ -379,7 +380,7 @@ class RaiseMark:
 
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
-class PushPart:
+class PushPart(Message):
     """Applies a part of an eager step (which runs as Python and may update several
     times), as `Push` does; the parts of a step are numbered in their order. Answered by
     `Pushed`.
@@ -402,7 +403,7 @@ class PushPart:
 
 
 @request(by=TRAINING, repeat=Repeat.SAFE)
-class AskParts:
+class AskParts(Message):
     """Asks which parts of an eager step were applied, from part ``first``, before the
     step runs again. Answered by `AppliedParts`. From then on the server refuses pushes
     of runs before ``attempt``."""
@@ -422,7 +423,7 @@ class PartEntry(NamedTuple):
 
 
 @message
-class AppliedParts:
+class AppliedParts(Message):
     """Answers `AskParts`: the parts that a server has applied, in order. ``more`` is
     the part from which to ask again, if one answer cannot have all parts; else 0."""
 
@@ -432,7 +433,7 @@ class AppliedParts:
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class AskLeases:
+class AskLeases(Message):
     """Asks which ranges of leased datasets are done by the pushes that the server has
     applied so far. Answered by `AppliedLeases`."""
 
@@ -441,7 +442,7 @@ class AskLeases:
 
 
 @message
-class AppliedLeases:
+class AppliedLeases(Message):
     """Answers `AskLeases` with `LEASE` structures as in ``leases`` of `Push`, in one
     array uint8 [bytes]."""
 
@@ -457,7 +458,7 @@ class StepRun(NamedTuple):
 
 
 @request(by=COORDINATOR, repeat=Repeat.SAFE)
-class Fence:
+class Fence(Message):
     """Makes a server end all steps below ``low_water``, and the steps of ``over``, even
     if a worker still runs one: the server answers their later pushes as duplicates.
     Answered by `Fenced` once their earlier pushes are done."""
@@ -470,7 +471,7 @@ class Fence:
 
 
 @message
-class Fenced:
+class Fenced(Message):
     """Answers `Fence` with those steps of ``asked`` that have applied a push on this
     server."""
 
@@ -479,7 +480,7 @@ class Fenced:
 
 
 @message
-class Pushed:
+class Pushed(Message):
     """Answers a push. ``applied`` is false for a duplicate; versions are those after
     the push. ``clock`` is as in `Pulled`, and counts this push, too."""
 
@@ -490,7 +491,7 @@ class Pushed:
 
 
 @request(by=TRAINING, repeat=Repeat.BY_STEP)
-class Exchange:
+class Exchange(Message):
     """Applies a push, then reads as `PullRows` does: one request for all that a
     training step needs from a ps. Answered by `Exchanged`.
 
@@ -512,7 +513,7 @@ class Exchange:
 
 
 @message
-class Exchanged:
+class Exchanged(Message):
     """Answers `Exchange`. ``applied`` as in `Pushed`; ``versions``, ``arrays`` and
     ``clock`` as in `Pulled`.
 
@@ -527,32 +528,3 @@ class Exchanged:
     versions: list[int]
     arrays: Arrays
     clock: int = field(default=0, compare=False)
-
-
-VariableMessage = (
-    CreateVariables
-    | InitializeVariables
-    | CreateTables
-    | PullTable
-    | AskTables
-    | TableSizes
-    | DeleteVariables
-    | CreateOptimizer
-    | BindOptimizer
-    | Withdraw
-    | Pull
-    | PullRows
-    | Pulled
-    | Push
-    | Pushed
-    | PushPart
-    | AskParts
-    | AppliedParts
-    | AskLeases
-    | AppliedLeases
-    | Fence
-    | Fenced
-    | RaiseMark
-    | Exchange
-    | Exchanged
-)

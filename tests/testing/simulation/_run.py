@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 from zstrat import wire
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 LIMIT: Final = 240.0
 """Seconds in which every program has come to its end."""
 
-KINDS: Final = {kind.__name__: kind.kind for kind in get_args(wire.Message)}
+KINDS: Final = {kind.__name__: kind.kind for kind in wire.MESSAGES.values()}
 """Of messages, by name."""
 
 _programs_of: Final = functools.cache(

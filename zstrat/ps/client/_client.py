@@ -22,13 +22,11 @@ from zstrat.wire import (
     AskLeases,
     AskParts,
     Codec,
-    Pulled,
-    Pushed,
 )
 
 from ._asking import CallPart, nothing
 from ._line import REQUEST_TIMEOUT
-from ._pushing import OwnUpdates, Pushing, RoundCalls, exchange
+from ._pushing import OwnUpdates, Pushing, RoundCalls, exchange, pulling
 from ._reading import Known, Reading
 from ._snapshot_client import SnapshotCalls
 from ._variable_client import VariableCalls
@@ -125,10 +123,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             NotFoundError, StaleSessionError: A server refuses the request.
         """
         reading = self._reading(refs, rows, clocks, sets)
-        parts = [
-            CallPart(asked.ps, asked.message(self.session), Pulled, asked.take)
-            for asked in reading.messages()
-        ]
+        parts = [pulling(asked, self.session) for asked in reading.messages()]
         return self._ask(parts, reading.result, deadline)
 
     def push(
@@ -166,7 +161,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         pushing = Pushing(
             self.session, step, part, low_water, updates, clocks=clocks, leases=leases
         )
-        return self._push(pushing, deadline)
+        return self._ask(pushing.parts(), pushing.result, deadline)
 
     def update(
         self, updates: Sequence[PsUpdate], *, deadline: float | None = None
@@ -216,7 +211,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
                 self.session, number, 0, low_water, updates, writer,
                 leases=leases, servers=servers,
             )  # fmt: skip
-            done = self._push(pushing, deadline)
+            done = self._ask(pushing.parts(), pushing.result, deadline)
         except BaseException:  # to the caller: what was not sent holds no mark back
             self._own.end(number)
             raise
@@ -250,12 +245,7 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
             self.session, step, part, low_water, updates, clocks=clocks, leases=leases
         )
         parts = [
-            CallPart(
-                ps,
-                named(push, attempt, names),
-                Pushed,
-                partial(pushing.take, ps),
-            )
+            pushing.part(ps, named(push, attempt, names))
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result)
@@ -339,13 +329,6 @@ class PsClient(VariableCalls, SnapshotCalls, RoundCalls):
         self._forget_restarted()
         shares = self.shares_memory
         return Reading(refs, rows, self._known, clocks, shares, self.counts, sets)
-
-    def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
-        parts = [
-            CallPart(ps, push, Pushed, partial(pushing.take, ps))
-            for ps, push in pushing.messages.items()
-        ]
-        return self._ask(parts, pushing.result, deadline)
 
     def _forget(self, refs: Iterable[Ref]) -> None:
         for ref in refs:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import Message, RoundNumber, RoundOrder, StepContribution
+    from zstrat.wire import Message, PushPart, RoundNumber, RoundOrder, StepContribution
 
     from ._line import ServerLine
     from ._reading import Clocks, Reading, Ref, RowsRef, ServerPull
@@ -103,6 +103,14 @@ class Pushing:
         }
         self._applied = not by_ps
         self._clocks = clocks
+
+    def parts(self) -> list[CallPart[Pushed]]:
+        """Returns the messages as parts of a call."""
+        return [self.part(ps, push) for ps, push in self.messages.items()]
+
+    def part(self, ps: int, message: Push | PushPart) -> CallPart[Pushed]:
+        """Returns one message to a server as a part of a call."""
+        return CallPart(ps, message, Pushed, partial(self.take, ps))
 
     def take(self, ps: int, answer: Pushed | Exchanged) -> None:
         self._applied |= answer.applied
@@ -181,6 +189,11 @@ def exchange(
     return both.pushed.outcome, both.pulled.outcome
 
 
+def pulling(asked: ServerPull, session: int) -> CallPart[Pulled]:
+    """Returns a pull from one server as a part of a call."""
+    return CallPart(asked.ps, asked.message(session), Pulled, asked.take)
+
+
 class _Both:
     """The two calls of one exchange, a push and a pull, over messages that carry both
     parts or only one of them."""
@@ -199,12 +212,10 @@ class _Both:
         self.pushed, self.pulled = pushed, pulled
 
     def send_push(self, line: ServerLine, ps: int, push: Push) -> None:
-        part = CallPart(ps, push, Pushed, partial(self._pushing.take, ps))
-        self.pushed.send(line, part, self._deadline)
+        self.pushed.send(line, self._pushing.part(ps, push), self._deadline)
 
     def send_pull(self, line: ServerLine, asked: ServerPull) -> None:
-        part = CallPart(asked.ps, asked.message(self._session), Pulled, asked.take)
-        self.pulled.send(line, part, self._deadline)
+        self.pulled.send(line, pulling(asked, self._session), self._deadline)
 
     def send_apart(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
         self.send_push(line, asked.ps, push)

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import enum
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -36,7 +36,7 @@ from zstrat.config import Limits
 from zstrat.errors import BusyError, ClosedError
 from zstrat.ps._thread import ComputeThread
 from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.replication._replay import StoreCopy, index_tables, replay
+from zstrat.ps.replication._replay import StoreCopy, replay, tables_of
 from zstrat.ps.snapshots._snapshot import ServerSnapshot, SnapshotTensor
 from zstrat.ps.snapshots._snapshot_files import DiskThread, SnapshotWrite
 from zstrat.ps.store._pins import Pin
@@ -269,14 +269,12 @@ class Handover:
 
 
 def _plain_store(left: HandedOverStore, stores: StoreWriting) -> dict[str, Any]:
-    return {
-        "number": left.number,
-        "role": left.role.value,
-        "view": left.view,
-        "store": None if left.store is None else stores.add(left.store),
-        "address": left.address,
-        "incarnation": left.incarnation,
-    }
+    store = None if left.store is None else stores.add(left.store)
+    return {**_plain(left), "role": left.role.value, "store": store}
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def _words(left: Inherited) -> str:
@@ -294,16 +292,9 @@ def _words(left: Inherited) -> str:
 
 
 def _plain_owner(owner: Owner) -> dict[str, Any]:
-    return {
-        "session": owner.session,
-        "hello": asdict(owner.hello),
-        "since": owner.since,
-        "alive": owner.alive,
-        "name": owner.name,
-        "origin": owner.origin,
-        "is_shared": owner.is_shared,
-        "program": owner.program,
-    }
+    # Without the connection, and times of the coordinator's clock.
+    plain = {**_plain(owner), "hello": asdict(owner.hello)}
+    return {name: plain[name] for name in plain.keys() - {"peer", "sent"}}
 
 
 def _owner(plain: dict[str, Any]) -> Owner:
@@ -372,14 +363,15 @@ def restore(store: Store, facts: Facts, arrays: StateReader) -> None:
             _make(store, CopyParts([CopiedPart(key, optimizer, leaf, start)], (data,)))
             start += len(part)
     # Only now are the ids of tables complete.
-    index_tables(store).compute()
+    for table in tables_of(store):
+        table.make_indices()
     for name, number in facts["counts"].items():
         setattr(store.counts, name, int(number))
 
 
 def _make(store: Store, change: Message) -> None:
-    for plan in replay(store, change):
-        plan.compute()
+    for do in replay(store, change):
+        do()
 
 
 def _frames(message: Message) -> list[SnapshotTensor]:

@@ -325,18 +325,19 @@ class Backup:
             left -= nbytes_of(change)
             self._began = self._clock()
             try:
-                pending = advance(replay(self._store, change))
-                if pending is None:
-                    self._change_made()
-                else:
-                    self._compute(pending)
+                self._continue(advance(replay(self._store, change)))
             except Exception as error:  # to the log and to the primary
                 self._fail_change(change, error)
         if self._queue and not self._is_computing:
             self._make_soon()
 
-    def _compute(self, pending: PendingRequest[None]) -> None:
-        done = self._thread.submit(pending.plan.compute)
+    def _continue(self, pending: PendingRequest[None] | None) -> None:
+        """Has the thread do the next job of the change that is being made now; None:
+        the change is made."""
+        if pending is None:
+            self._change_made()
+            return
+        done = self._thread.submit(pending.job)
         self._is_computing = True
         done.add_done_callback(partial(self._computed, pending))
 
@@ -346,12 +347,12 @@ class Backup:
         self._is_computing = False
         if not self._queue:  # it was dropped meanwhile
             return
+        change = self._queue[0]
         try:
-            advance(pending.running, done.exception())
+            self._continue(advance(pending.running, done.exception()))
         except BaseException as error:  # to the log and to the primary
-            self._fail_change(self._queue[0], error)
+            self._fail_change(change, error)
         else:
-            self._change_made()
             self._make_changes()
 
     def _change_made(self) -> None:

@@ -16,19 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
 from zstrat.errors import ProtocolError, ZstratError
 from zstrat.memory import lasting
-from zstrat.ps._requests import INLINE, OPERATIONS, compute_short
-from zstrat.ps._round_serving import close_round
+from zstrat.ps._requests import OPERATIONS, close_round, computed
 from zstrat.ps.engine._slots import HeldVariable, SlotArray, Unbound
 from zstrat.ps.snapshots._load_plan import Loading, Source, move_to
 from zstrat.ps.snapshots._snapshot import SnapshotTensor
-from zstrat.ps.snapshots._table_loading import RowsToAdd, TableLoading, sent_rows
+from zstrat.ps.snapshots._table_loading import TableLoading, sent_rows
 from zstrat.ps.store._cell import Cell
 from zstrat.ps.store._ledger import UNNAMED
 from zstrat.ps.store._plan import StorePlan
@@ -278,13 +276,12 @@ def replay(store: Store, change: Message) -> Running[None]:
     # What the row of `CHANGES` returns decides how the rest of the change is made.
     if isinstance(begun, Generator):
         yield from begun
-    elif isinstance(begun, Loading):
-        yield begun
+    elif isinstance(begun, Loading | TableLoading):
+        yield begun.compute
         begun.commit()
     elif isinstance(begun, StorePlan):
         # With the bound of the primary: what its loop has done is short here, too.
-        if not compute_short(store, begun, INLINE):
-            yield begun
+        yield from computed(store, begun)
         store.commit(begun)
 
 
@@ -314,14 +311,6 @@ def _storing(store: Store, message: StoreTensors) -> Loading:
     """Stores values and slots that the primary has loaded or received."""
     places = zip(message.entries, message.arrays, strict=True)
     return Loading([move_to(store, e, Source.of("its copy", a)) for e, a in places])
-
-
-def _storing_table(store: Store, message: StoreTable) -> Running[None]:
-    """Stores rows of a table that the primary has loaded or received."""
-    rows = sent_rows(message, store.variables.task)
-    loading = TableLoading(store, message.key, rows.kinds, message.replaces)
-    yield RowsToAdd(rows, loading)
-    loading.commit(whole=True)
 
 
 def _copy_ledger(store: Store, copied: CopyLedger) -> None:
@@ -414,23 +403,10 @@ def _cell_of(held: HeldVariable, part: CopiedPart) -> Cell:
     return slots.cells[names.index(part.leaf)]
 
 
-@dataclass(frozen=True, slots=True)
-class Indexing:
-    """Makes the indices (from ids to rows) of tables whose ids were copied. May run on
-    any thread."""
-
-    tables: Sequence[IdTable]
-
-    def compute(self) -> None:
-        for table in self.tables:
-            table.make_indices()
-
-
-def index_tables(store: Store) -> Indexing:
-    """Returns the computation that completes a copied store: the indices of its
-    tables."""
+def tables_of(store: Store) -> list[IdTable]:
+    """Returns the tables of a store, of which a copy lacks the indices."""
     variables = store.variables.values()
-    return Indexing([held.table for held in variables if held.table is not None])
+    return [held.table for held in variables if held.table is not None]
 
 
 def _copied(store: Store, whole: CopyWhole) -> Running[None]:
@@ -438,12 +414,11 @@ def _copied(store: Store, whole: CopyWhole) -> Running[None]:
     the indices of its tables."""
     del whole
     # Now, on the thread: a promoted copy must not begin with that in its first request.
-    indexing = index_tables(store)
-    if indexing.tables:
-        yield indexing
+    for table in tables_of(store):
+        yield table.make_indices
 
 
-def _as_requested(store: Store, message: Message) -> Message | Plan:
+def _as_requested(store: Store, message: Message) -> Message | Plan | Running[Message]:
     """Replays a request that the primary has served."""
     return OPERATIONS[type(message)].begin(store, message)
 
@@ -453,7 +428,13 @@ CHANGES: Final[
         type[Message],
         Callable[
             [Store, Any],
-            Message | Plan | Loading | Running[Message] | Running[None] | None,
+            Message
+            | Plan
+            | Loading
+            | TableLoading
+            | Running[Message]
+            | Running[None]
+            | None,
         ],
     ]
 ] = {
@@ -466,7 +447,7 @@ CHANGES: Final[
     Push: lambda store, push: store.plan_again(push),
     LoadTensors: _loading,
     StoreTensors: _storing,
-    StoreTable: _storing_table,
+    StoreTable: sent_rows,
     # Which pushes were applied, and which steps are over.
     PushPart: _note_part,
     AskParts: _claim,

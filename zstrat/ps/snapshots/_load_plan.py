@@ -20,15 +20,16 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 from zstrat.ps.engine._arithmetic import is_floating
 from zstrat.ps.engine._slots import SlotArray, Unbound
+from zstrat.wire import LoadEntry, LoadTensors, StoreEntry, StoreTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.ps.engine._engine import Registered
     from zstrat.ps.engine._slots import HeldVariable, Slots
     from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
-    from zstrat.wire import LoadEntry, StoreEntry
 
 
 class Source(NamedTuple):
@@ -125,9 +126,9 @@ class _Target:
 
 @dataclass(slots=True)
 class Loading:
-    """Loads values of variables and slots for one request, in three phases: ``prepare``
-    runs on the optimizers' thread, ``compute`` on any thread, and ``commit`` on the
-    event loop, even after a failure.
+    """Loads values of variables and slots for one request, in four phases: ``prepare``
+    runs on the optimizers' thread, ``compute`` on any thread, and ``commit`` and then
+    ``log`` on the event loop, even after a failure.
 
     ``forgotten``: pairs of variable and optimizer whose slots are dropped, unless the
     request is refused. Loaded values of slots are written to new slots.
@@ -183,23 +184,42 @@ class Loading:
                     f"{target.moves[0].who}: not enough memory to load it"
                 ) from None
 
-    def commit(self) -> None:
-        """Gives the variables new versions, so that readers see that values changed."""
+    def commit(self, *, whole: bool = True) -> None:
+        """Gives the variables new versions, so that readers see that values changed,
+        which some have even if not ``whole``."""
         for target in self._targets or ():
             # Slots have no versions.
             if target.moves[0].optimizer is None:
                 target.moves[0].held.version += 1
 
-    def loaded(self) -> Iterator[list[tuple[Move, np.ndarray]]]:
-        """Yields for each array the moves that wrote to it, each with its rows of the
-        loaded value. Call it after `commit`."""
+    def log(self, log: ChangeLog, *, whole: bool) -> None:
+        """Logs the loaded values and slots for the backup, as values: the files may be
+        visible to this server alone. If not ``whole``, the load has failed half way,
+        and the backup is marked as diverged."""
+        if not whole:
+            log.mark_diverged("a load failed half way")
+            return
+        if self.forgotten:
+            dropped = [
+                LoadEntry(held.entry.key, optimizer, "", "", "", 0, 0, 0)
+                for held, optimizer in self.forgotten
+            ]
+            log.append(LoadTensors(0, dropped))
         for target in self._targets or ():
             # A lease, as the log sends it while updates continue.
             value = target.cell.lease()
-            yield [
-                (move._replace(rows=target.rows), target.place(value, move))
+            entries = [
+                StoreEntry(
+                    move.held.entry.key,
+                    0 if move.optimizer is None else move.optimizer.optimizer,
+                    move.leaf,
+                    move.at,
+                    target.rows,
+                )
                 for move in target.moves
             ]
+            arrays = tuple([target.place(value, move) for move in target.moves])
+            log.append(StoreTensors(0, entries, arrays))
 
     def _check(
         self, moves: list[Move], made: dict[tuple[int, int], Slots]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,19 +28,21 @@ from zstrat.wire import (
 )
 
 from ._load_plan import Loading, Source, move_to
-from ._table_loading import Kind, TableFile, TableLoading, sent_rows
+from ._table_loading import TableFile, TableLoading, sent_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     import numpy as np
 
     from zstrat.ps._thread import JobThread
-    from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
-    from zstrat.wire import TableLeaf, TableTensor
+    from zstrat.wire import TableTensor
 
     from ._snapshot_files import DiskThread, Turn
+
+
+LoadRequest = LoadTensors | StoreTensors | LoadTable | StoreTable
 
 
 class Loads:
@@ -67,79 +68,100 @@ class Loads:
         self._turn, self._check = turn, check
         self._compute, self._disk = compute, disk
 
-    async def load(self, message: LoadTensors) -> Done:
-        """Loads values and slots from files that this server can read.
+    async def answer(self, message: LoadRequest) -> Done:
+        """Carries out one request. The compute thread makes slots, and the disk thread
+        reads.
 
         Cancellation: is raised when the disk thread has finished the read that it has
         begun.
         """
+        match message:
+            case LoadTensors():
+                return await self._load(message)
+            case StoreTensors():
+                return await self._move(message)
+            case LoadTable():
+                return await self._load_table(message)
+            case StoreTable():
+                used = [(message.key, leaf.optimizer) for leaf in message.leaves]
+                loading = partial(sent_rows, self._store, message)
+                return await self._bring(message.session, used, loading)
+
+    async def _load(self, message: LoadTensors) -> Done:
         forgotten = [e for e in message.entries if e.optimizer and not e.path]
         files = [e for e in message.entries if not (e.optimizer and not e.path)]
         for entry in files:
             self._disk.require_absolute(entry.path)
-        readers: dict[str, TensorReader] = {}
-        try:
+        with self._readers() as readers:
             sources = await self._disk.run(partial(self._open, files, readers))
             wanted = [entry for entry in files if entry.name]
-            await self._bring(message.session, wanted, sources, forgotten)
-        finally:
-            with contextlib.suppress(Exception):  # the thread was closed: at exit
-                self._disk.submit(partial(_close, readers))
-        # It took long: the answer must not be taken for one of a later session.
-        self._check(message.session)
-        return await acknowledged(self._store.log, Done())
+            return await self._bring_all(message.session, wanted, sources, forgotten)
 
-    async def move(self, message: StoreTensors) -> Done:
-        """Stores the values and slots of the message. Cancellation: as in `load`."""
+    async def _move(self, message: StoreTensors) -> Done:
         if len(message.entries) != len(message.arrays):
             raise InvalidArgumentError(
                 f"{self._task}: {len(message.entries)} places came with "
                 f"{len(message.arrays)} arrays"
             )
         sources = [Source.of("what was sent", array) for array in message.arrays]
-        await self._bring(message.session, message.entries, sources)
-        self._check(message.session)
-        return await acknowledged(self._store.log, Done())
+        return await self._bring_all(message.session, message.entries, sources)
 
-    async def load_table(self, message: LoadTable) -> Done:
-        """Loads rows of a table from files. Cancellation: as in `load`."""
+    async def _load_table(self, message: LoadTable) -> Done:
         for tensor in message.tensors:
             self._disk.require_absolute(tensor.path)
-        readers: dict[str, TensorReader] = {}
-        try:
-            files = await self._disk.run(
-                partial(self._open_table, message.tensors, readers)
-            )
+        with self._readers() as readers:
+            opening = partial(self._open_table, message.tensors, readers)
+            files = await self._disk.run(opening)
             leaves = {leaf: kind for file in files for leaf, kind in file.kinds.items()}
-            read = partial(_read_table, files, message.first, message.last)
-            await self._bring_table(message, leaves, read)
-        finally:
-            with contextlib.suppress(Exception):  # the thread was closed: at exit
-                self._disk.submit(partial(_close, readers))
-        self._check(message.session)
-        return await acknowledged(self._store.log, Done())
 
-    async def store_table(self, message: StoreTable) -> Done:
-        """Stores the rows of the message in a table. Cancellation: as in `load`."""
-        rows = sent_rows(message, self._task)
-        await self._bring_table(message, rows.kinds, rows.add_to)
-        self._check(message.session)
-        return await acknowledged(self._store.log, Done())
+            def read(loading: TableLoading) -> None:
+                for file in files:
+                    file.add_to(loading, message.first, message.last)
 
-    async def _bring_table(
+            key, replaces = message.key, message.replaces
+            loading = partial(TableLoading, self._store, key, leaves, read, replaces)
+            return await self._bring(
+                message.session, [(key, leaf.optimizer) for leaf in leaves], loading
+            )
+
+    async def _bring_all(
         self,
-        message: LoadTable | StoreTable,
-        leaves: Mapping[TableLeaf, Kind],
-        read: Callable[[TableLoading], None],
-    ) -> None:
-        """Loads rows into a table, with exclusive use of the table and of all
-        optimizers that the request names."""
-        names: set[Hashable] = {message.key}
-        names |= {("optimizer", e.optimizer) for e in leaves if e.optimizer}
+        session: int,
+        entries: Sequence[LoadEntry] | Sequence[StoreEntry],
+        sources: Sequence[Source],
+        forgotten: Sequence[LoadEntry] = (),
+    ) -> Done:
+        """Loads rows from the sources to the values and slots that the entries name.
+
+        Args:
+            forgotten: Slots to drop; the next gradient initializes them.
+        """
+        store = self._store
+        places: list[LoadEntry | StoreEntry] = list(entries)
+
+        def loading() -> Loading:
+            return Loading(
+                [move_to(store, *each) for each in zip(places, sources, strict=True)],
+                [(store.variables[entry.key], entry.optimizer) for entry in forgotten],
+            )
+
+        used = [(entry.key, entry.optimizer) for entry in [*places, *forgotten]]
+        return await self._bring(session, used, loading)
+
+    async def _bring(
+        self,
+        session: int,
+        used: Iterable[tuple[int, int]],
+        loading_of: Callable[[], Loading | TableLoading],
+    ) -> Done:
+        """Loads values, with exclusive use of all variables and optimizers that
+        ``used`` names: keys, each with the number of an optimizer or 0."""
+        names: set[Hashable] = set()
+        for key, optimizer in used:
+            names |= {key, ("optimizer", optimizer)} if optimizer else {key}
         async with self._turn(list(names)):
-            self._check(message.session)
-            store = self._store
-            loading = TableLoading(store, message.key, leaves, message.replaces)
+            self._check(session)
+            loading = loading_of()
             # Slots may have to be compiled for, which is the compute thread's to do.
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))
@@ -147,14 +169,29 @@ class Loads:
                 loading.prepare()
             whole = False
             try:
-                # Shielded, as the thread writes to the table whether or not anybody
-                # waits.
-                await _shielded(self._disk.submit(partial(read, loading)))
+                # Shielded, as the thread writes whether or not anybody waits.
+                await _shielded(self._disk.submit(loading.compute))
                 whole = True
             finally:
+                # Also after a failure: some values are new, so the version must not
+                # stay the old one.
                 loading.commit(whole=whole)
-                if store.log is not None:
-                    _log_table(store.log, loading, message, whole=whole)
+                if (log := self._store.log) is not None:
+                    loading.log(log, whole=whole)
+        # It took long: the answer must not be taken for one of a later session.
+        self._check(session)
+        return await acknowledged(self._store.log, Done())
+
+    @contextlib.contextmanager
+    def _readers(self) -> Iterator[dict[str, TensorReader]]:
+        """Yields a dict for readers of files, which the disk thread closes after the
+        block."""
+        readers: dict[str, TensorReader] = {}
+        try:
+            yield readers
+        finally:
+            with contextlib.suppress(Exception):  # the thread was closed: at exit
+                self._disk.submit(partial(_close, readers))
 
     def _open_table(
         self, tensors: Sequence[TableTensor], readers: dict[str, TensorReader]
@@ -174,45 +211,6 @@ class Loads:
                     files[path, tensor.ids] = file
                 file.add(tensor)
         return list(files.values())
-
-    async def _bring(
-        self,
-        session: int,
-        entries: Sequence[LoadEntry] | Sequence[StoreEntry],
-        sources: Sequence[Source],
-        forgotten: Sequence[LoadEntry] = (),
-    ) -> None:
-        """Loads rows from the sources to the values and slots that the entries name,
-        with exclusive use of all their variables and optimizers.
-
-        Args:
-            forgotten: Slots to drop; the next gradient initializes them.
-        """
-        places: list[LoadEntry | StoreEntry] = list(entries)
-        used = [*places, *forgotten]
-        names: set[Hashable] = {entry.key for entry in used}
-        names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
-        async with self._turn(list(names)):
-            self._check(session)
-            store = self._store
-            loading = Loading(
-                [move_to(store, *each) for each in zip(places, sources, strict=True)],
-                [(store.variables[entry.key], entry.optimizer) for entry in forgotten],
-            )
-            if loading.optimizes:
-                await _shielded(self._compute.submit(loading.prepare))
-            else:
-                loading.prepare()
-            whole = False
-            try:
-                await _shielded(self._disk.submit(loading.compute))
-                whole = True
-            finally:
-                # Also after a failure: some values are new, so the version must not
-                # stay the old one.
-                loading.commit()
-                if store.log is not None:
-                    _log_loading(store.log, loading, forgotten, whole=whole)
 
     def _open(
         self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
@@ -248,59 +246,6 @@ class Loads:
                 reader.read_into(entry.name, start, out)
 
         return Source(what, info.numpy_dtype, shape, read_into)
-
-
-def _log_loading(
-    log: ChangeLog, loading: Loading, forgotten: Sequence[LoadEntry], *, whole: bool
-) -> None:
-    """Logs loaded values and slots for the backup, as values: the files may be visible
-    to this server alone. If not ``whole``, the load has failed half way, and the backup
-    is marked as diverged."""
-    if not whole:
-        log.mark_diverged("a load failed half way")
-        return
-    if forgotten:
-        log.append(LoadTensors(0, list(forgotten)))
-    for target in loading.loaded():
-        entries = [
-            StoreEntry(
-                move.held.entry.key,
-                0 if move.optimizer is None else move.optimizer.optimizer,
-                move.leaf,
-                move.at,
-                move.rows,
-            )
-            for move, _ in target
-        ]
-        log.append(StoreTensors(0, entries, tuple([array for _, array in target])))
-
-
-def _read_table(
-    files: Sequence[TableFile], first: int, last: int, loading: TableLoading
-) -> None:
-    for file in files:
-        file.add_to(loading, first, last)
-
-
-def _log_table(
-    log: ChangeLog,
-    loading: TableLoading,
-    message: LoadTable | StoreTable,
-    *,
-    whole: bool,
-) -> None:
-    """Logs loaded rows of a table for the backup. If not ``whole``, the load has
-    failed; the backup is marked as diverged if the table may have changed."""
-    if not whole:
-        # A table that would have been replaced is as it was.
-        if not loading.replaces:
-            log.mark_diverged("a load failed half way")
-    elif isinstance(message, StoreTable):
-        log.append(replace(message, session=0))
-    else:
-        # As values, and all of the table: the backup may not see the files.
-        for each in loading.content():
-            log.append(each)
 
 
 def _close(readers: dict[str, TensorReader]) -> None:

@@ -12,15 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, UnavailableError
 from zstrat.wire import (
     Done,
-    LoadTable,
-    LoadTensors,
     Message,
     PinSnapshot,
     ReadSnapshot,
@@ -28,12 +26,10 @@ from zstrat.wire import (
     SnapshotPart,
     SnapshotPinned,
     SnapshotWritten,
-    StoreTable,
-    StoreTensors,
     WriteSnapshot,
 )
 
-from ._load_scheduler import Loads
+from ._load_scheduler import LoadRequest, Loads
 from ._snapshot import PIECE, Snapshots
 from ._snapshot_files import DiskThread, SnapshotWrite
 
@@ -54,14 +50,7 @@ MAX_READ_BYTES: Final = 64 * 2**20
 """The most bytes of a tensor that one answer contains."""
 
 SnapshotRequest = (
-    PinSnapshot
-    | WriteSnapshot
-    | ReadSnapshot
-    | ReleaseSnapshot
-    | LoadTensors
-    | StoreTensors
-    | LoadTable
-    | StoreTable
+    PinSnapshot | WriteSnapshot | ReadSnapshot | ReleaseSnapshot | LoadRequest
 )
 
 
@@ -112,14 +101,8 @@ class SnapshotService:
             case ReleaseSnapshot(snapshot=snapshot):
                 self._snapshots.release(snapshot)
                 return Done()
-            case LoadTensors():
-                return self._load(message)
-            case StoreTensors():
-                return self._move(message)
-            case LoadTable() | StoreTable():
-                return self._load_table(message)
             case _:
-                assert_never(message)
+                return self._load(message)
 
     def clear(self) -> None:
         """Releases all snapshots; gives up and removes files that are being written."""
@@ -254,19 +237,9 @@ class SnapshotService:
             # From now on rows of ids need not be logged.
             order.ids.release()
 
-    async def _load(self, message: LoadTensors) -> Done:
+    async def _load(self, message: LoadRequest) -> Done:
         with self._working():
-            return await self._loads.load(message)
-
-    async def _load_table(self, message: LoadTable | StoreTable) -> Done:
-        with self._working():
-            if isinstance(message, LoadTable):
-                return await self._loads.load_table(message)
-            return await self._loads.store_table(message)
-
-    async def _move(self, message: StoreTensors) -> Done:
-        with self._working():
-            return await self._loads.move(message)
+            return await self._loads.answer(message)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ are written in place, a block of rows at a time.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 import numpy as np
@@ -23,11 +24,12 @@ from zstrat.ps.tables._waiting import COUNTS
 from zstrat.wire import StoreTable, TableLeaf
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from zstrat.checkpoint import TensorReader
     from zstrat.ps.engine._slots import Slots
     from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._changes import ChangeLog
     from zstrat.ps.store._store import Store
     from zstrat.wire import TableTensor
 
@@ -62,14 +64,15 @@ class Kind(NamedTuple):
 
 @final
 class TableLoading:
-    """Loads rows into a table for one request: `prepare` on the optimizers' thread,
-    `add` and `put` on any thread, and `commit` on the event loop, even after a failure.
+    """Loads rows into a table for one request, in the phases of `Loading`.
 
     Args:
         leaves: The leaves for which data will be loaded: value, slots, counts and
             others.
+        read: Reads the data, and calls `add` and `put` with it.
         replaces: Whether the loaded rows replace all rows of the table; else they are
             added.
+        sent: The message that contains all of the data; None: files do.
 
     Raises:
         NotFoundError: No variable has the key.
@@ -81,12 +84,15 @@ class TableLoading:
         store: Store,
         key: int,
         leaves: Mapping[TableLeaf, Kind],
+        read: Callable[[TableLoading], None],
         replaces: bool,
+        sent: StoreTable | None = None,
     ) -> None:
         held = store.variables[key]
         table = require_table(held)
         self._engine, self._leaves, self._held = store.engine, leaves, held
-        self.replaces = replaces
+        self._read, self._replaces, self._sent = read, replaces, sent
+        self._is_prepared = False
         self._target = held
         if replaces:
             cell = held.cell.sibling(held.cell.shape[1:], held.cell.dtype, 0)
@@ -108,11 +114,21 @@ class TableLoading:
             UnavailableError: The value that rows are added to was lost.
         """
         self._target.cell.require()
-        if not self.replaces:
+        if not self._replaces:
             # Slots that were loaded need their layout before rows can be added to them.
             self._engine.adopt_slots(self._target)
         for leaf, kind in self._leaves.items():
             self._make_place(leaf, kind)
+        self._is_prepared = True
+
+    def compute(self) -> None:
+        """Reads all data into the table, whether `prepare` was called or not.
+
+        Raises: Any error of ``read``; some rows may have been added.
+        """
+        if not self._is_prepared:
+            self.prepare()
+        self._read(self)
 
     def add(self, ids: np.ndarray, rows: Mapping[TableLeaf, np.ndarray]) -> None:
         """Writes rows ``[n, ...]`` for ids ``[n]``. If the value is not loaded, ids
@@ -170,12 +186,12 @@ class TableLoading:
         cell.settle()
         self._fill(leaf, 0, 1)
 
-    def commit(self, *, whole: bool) -> None:
+    def commit(self, *, whole: bool = True) -> None:
         """Gives the table a new version, so that readers see what has changed. If
         ``whole``, all was loaded, and a table that replaces another one takes its
         place."""
         held, target = self._held, self._target
-        if self.replaces and whole:
+        if self._replaces and whole:
             assert target.table is not None
             # What was before is not known, even if no rows came.
             cut = target.table.cut + 1
@@ -183,10 +199,24 @@ class TableLoading:
             held.cell, held.table, held.slots = target.cell, target.table, target.slots
         # Also after a failure: rows that were added are new, whatever became of the
         # others.
-        if whole or not self.replaces:
+        if whole or not self._replaces:
             held.version += 1
 
-    def content(self) -> Iterator[StoreTable]:
+    def log(self, log: ChangeLog, *, whole: bool) -> None:
+        """Logs the loaded rows for the backup. If not ``whole``, the load has failed;
+        the backup is marked as diverged if the table may have changed."""
+        if not whole:
+            # A table that would have been replaced is as it was.
+            if not self._replaces:
+                log.mark_diverged("a load failed half way")
+        elif self._sent is not None:
+            log.append(replace(self._sent, session=0))
+        else:
+            # As values, and all of the table: the backup may not see the files.
+            for each in self._content():
+                log.append(each)
+
+    def _content(self) -> Iterator[StoreTable]:
         """Yields messages that transfer the whole table as it is now; call it after
         `commit`."""
         # Copies, as the log sends them while the table changes.
@@ -299,43 +329,13 @@ class TableLoading:
             )
 
 
-class SentRows(NamedTuple):
-    """The rows that a message contains, and its slots without rows."""
-
-    ids: np.ndarray
-    rows: Mapping[TableLeaf, np.ndarray]
-    others: Mapping[TableLeaf, np.ndarray]
-
-    @property
-    def kinds(self) -> dict[TableLeaf, Kind]:
-        what = "what was sent"
-        kinds = {k: Kind(x.dtype, x.shape[1:], what) for k, x in self.rows.items()}
-        alone = {k: Kind(x.dtype, x.shape, what) for k, x in self.others.items()}
-        return kinds | alone
-
-    def add_to(self, loading: TableLoading) -> None:
-        loading.add(self.ids, self.rows)
-        for leaf, value in self.others.items():
-            loading.put(leaf, value)
-
-
-class RowsToAdd(NamedTuple):
-    """Rows to add to a table on the thread of optimizers: its `compute` prepares and
-    adds them."""
-
-    rows: SentRows
-    loading: TableLoading
-
-    def compute(self) -> None:
-        self.loading.prepare()
-        self.rows.add_to(self.loading)
-
-
-def sent_rows(message: StoreTable, task: str) -> SentRows:
-    """Returns the rows and slots that a message contains.
+def sent_rows(store: Store, message: StoreTable) -> TableLoading:
+    """Returns the loading of the rows and slots that a message contains.
 
     Raises:
-        InvalidArgumentError: The arrays are not one of ids and one for each leaf.
+        NotFoundError: No variable has the key.
+        InvalidArgumentError: The variable is not a table, or the arrays are not one of
+            ids and one for each leaf.
     """
     ids, *values = message.arrays or (np.empty(0),)
     leaves = message.leaves
@@ -348,6 +348,7 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
     # Counts and removed ids have ids of their own, so nothing may come beside them.
     fits = fits and (not {*_APART} & {*leaves} or len(leaves) == 1)
     if not fits or any(leaf not in _OWN for leaf in leaves if not leaf.optimizer):
+        task = store.variables.task
         raise InvalidArgumentError(
             f"{task}: rows of a table are int64 ids [n], and an array [n, ...] for "
             f"each of {len(leaves)} leaves, got "
@@ -355,7 +356,19 @@ def sent_rows(message: StoreTable, task: str) -> SentRows:
         )
     pairs = list(zip(leaves, values, strict=True))
     rows = {leaf: x for leaf, x in pairs if leaf.rows}
-    return SentRows(ids, rows, {leaf: x for leaf, x in pairs if not leaf.rows})
+    others = {leaf: x for leaf, x in pairs if not leaf.rows}
+    kinds = {
+        leaf: Kind(x.dtype, x.shape[1:] if leaf.rows else x.shape, "what was sent")
+        for leaf, x in (rows | others).items()
+    }
+
+    def read(loading: TableLoading) -> None:
+        loading.add(ids, rows)
+        for leaf, value in others.items():
+            loading.put(leaf, value)
+
+    key, replaces = message.key, message.replaces
+    return TableLoading(store, key, kinds, read, replaces, sent=message)
 
 
 @final

@@ -49,7 +49,9 @@ from zstrat.wire import LEASE, AppliedParts, PartEntry, Push, PushPart
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from zstrat.wire import StepRun
+    import numpy as np
+
+    from zstrat.wire import Exchange, StepRun
 
 
 UNNAMED: Final = -1
@@ -372,16 +374,17 @@ def named(push: Push, attempt: int, names: Sequence[str]) -> PushPart:
     )
 
 
-def plain_push(part: PushPart) -> Push:
-    """Returns a part of an eager step as a push, without the names."""
+def plain_push(message: PushPart | Exchange, arrays: Sequence[np.ndarray]) -> Push:
+    """Returns a part of an eager step, or the push of an exchange, as a push; its
+    operands are ``arrays``."""
     return Push(
-        part.session,
-        part.step,
-        part.part,
-        part.low_water,
-        part.updates,
-        part.arrays,
-        leases=part.leases,
+        message.session,
+        message.step,
+        message.part,
+        message.low_water,
+        message.updates,
+        tuple(arrays),
+        leases=message.leases,
     )
 
 

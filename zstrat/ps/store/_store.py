@@ -14,7 +14,7 @@ for a key within a session (`_variables`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
@@ -35,7 +35,6 @@ from zstrat.wire import (
     Done,
     Exchange,
     Fence,
-    InitialEntry,
     Pulled,
     Push,
     Pushed,
@@ -55,9 +54,6 @@ from ._creating import (
     CreatePlan,
     InitializePlan,
     TablesPlan,
-    create_plan,
-    initialize_plan,
-    tables_plan,
 )
 from ._fold import NOT_FOLDED_AFTER, Fold, fold_of
 from ._ledger import DoneLeases, Ledger, Parts, Writers, plain_push
@@ -74,11 +70,11 @@ from ._rounds import OpenRounds, merged_part
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.wire import AppliedParts, ArraySpec, Message, PullTable, TableEntry
+    from zstrat.wire import AppliedParts, ArraySpec, Message, PullTable
 
 
 @dataclass(slots=True)
@@ -120,6 +116,8 @@ class Store:
         self.parts, self.rounds = Parts(task), OpenRounds(task)
         self.counts = Counts()
         self.log: ChangeLog | None = None
+        self.round_closed: Callable[[], None] = lambda: None
+        """Called each time that a round was closed."""
         self.kept: set[int] = set()
         self.kept_optimizers: dict[int, str] = {}
         """With ``kept``, what the program before has left: the names of its optimizers
@@ -204,47 +202,6 @@ class Store:
         plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads, sets, keys)
         return plan
-
-    def plan_create(
-        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
-    ) -> CreatePlan:
-        """Plans to create all variables or none; an existing variable of the same key,
-        name, shape and dtype stays.
-
-        Raises:
-            AlreadyExistsError: A variable of another name, shape or dtype has one of
-                the keys.
-            InvalidArgumentError: There is not one array per entry, or keys repeat.
-        """
-        return create_plan(entries, arrays, self.variables)
-
-    def plan_initialize(
-        self, entries: Sequence[InitialEntry], code: bytes
-    ) -> InitializePlan:
-        """Plans to create variables as `plan_create` does, with values that shipped
-        code computes.
-
-        Raises:
-            AlreadyExistsError: A variable of another name, shape or dtype has one of
-                the keys.
-            InvalidArgumentError: Keys repeat.
-            ProtocolError: A dtype cannot be encoded.
-        """
-        return initialize_plan(entries, code, self.engine.load_code, self.variables)
-
-    def plan_tables(
-        self, entries: Sequence[TableEntry], code: bytes, session: int
-    ) -> TablesPlan:
-        """Plans to create tables of any id as `plan_create` does. Shipped code makes
-        new rows; the numbers of changes begin with one of the session.
-
-        Raises:
-            AlreadyExistsError: Something else has one of the keys.
-            InvalidArgumentError: Keys repeat, or a row is too large or empty.
-            ProtocolError: A dtype cannot be encoded.
-        """
-        load_code = self.engine.load_code
-        return tables_plan(entries, code, load_code, self.variables, session)
 
     def plan_items(self, message: PullTable) -> ReadPlan:
         """Plans to read buckets of a table: ids and their rows.
@@ -432,7 +389,7 @@ class Store:
         # First: a run that differs has to fail, even where its push counts as a
         # duplicate.
         self.note_part(part)
-        return self.plan_push(plain_push(part))
+        return self.plan_push(plain_push(part, part.arrays))
 
     def note_part(self, part: PushPart) -> None:
         """Notes the names of a part's updates in the ledger of eager steps. Raises as
@@ -493,7 +450,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
         """
         # The merge ran on the thread, and the session may have been cleared meanwhile.
-        self._require_current(plan)
+        self.require_generation(plan.generation)
         for update in plan.updates:
             update.held.version += 1
         self.counts.pushes += 1
@@ -504,6 +461,9 @@ class Store:
             self.ledger.record(member.step, merged_part(optimizer))
         if self.log is not None:
             self.log.append(replace(message, session=0))
+        # Only now: pulls that are woken read the number of the round and the new
+        # values.
+        self.round_closed()
 
     def plan_optimizer(
         self, optimizer: int, name: str, code: bytes
@@ -562,7 +522,7 @@ class Store:
             AlreadyExistsError: Another optimizer has the id.
         """
         # The loop may have opened another session while the thread computed.
-        self._require_current(plan)
+        self.require_generation(plan.generation)
         match plan:
             case PushPlan():
                 return self._commit_push(plan)
@@ -591,13 +551,15 @@ class Store:
             log_plan(self.log, plan)
         return Done()
 
-    def _require_current(self, plan: Plan) -> None:
-        if plan.generation != self.variables.generation:
+    def require_generation(self, generation: int) -> None:
+        """Raises StaleSessionError if the store was cleared since
+        `HeldVariables.generation` was ``generation``."""
+        if generation != self.variables.generation:
             raise StaleSessionError(
                 f"{self._task}: the session ended while its request was computed"
             )
 
-    def gave_up(self, plan: object) -> None:
+    def gave_up(self, plan: Plan) -> None:
         """Notes that a plan has failed: if values were lost, marks the backup as
         diverged."""
         if self.log is None or not isinstance(plan, PushPlan):
@@ -651,7 +613,7 @@ class Store:
 
     def statistics(self) -> dict[str, int]:
         """Returns counts and bytes of the store. Cheap, as it reads no values."""
-        held, counts = self.variables.values(), self.counts
+        held = self.variables.values()
         tables = [(each, each.table) for each in held if each.table is not None]
         return {
             "variables": len(held),
@@ -660,13 +622,7 @@ class Store:
             "slot_bytes": sum(
                 s.nbytes for each in held for s in list(each.slots.values())
             ),
-            "pulls": counts.pulls,
-            "reads": counts.reads,
-            "unchanged": counts.unchanged,
-            "rows": counts.rows,
-            "pushes": counts.pushes,
-            "updates": counts.updates,
-            "duplicates": counts.duplicates,
+            **asdict(self.counts),
             "contributions": self.rounds.count,
             "contribution_bytes": self.rounds.nbytes,
             "remembered_steps": len(self.ledger) + len(self.writers),

@@ -164,7 +164,23 @@ class Register:
         self._lock = threading.Lock()
         self._all: list[RegisterEntry] = []
 
-    def add(self, entry: RegisterEntry) -> None:
+    def add(
+        self,
+        owner: Reporting,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        anywhere: bool = False,
+    ) -> None:
+        """Registers an owner of statistics, which runs on ``loop``, under ``name``,
+        such as "ps:0".
+
+        Args:
+            anywhere: Call the owner's ``statistics`` on the asking thread, after a
+                callback on its loop has run: for slow statistics that any thread may
+                compute.
+        """
+        entry = RegisterEntry(owner, name, loop, anywhere)
         # Ended owners are removed here, too, as each keeps its loop: in most processes
         # nobody ever asks, and each cell of a notebook may create a session.
         with self._lock:
@@ -172,6 +188,8 @@ class Register:
             self._all.append(entry)
 
     def remove(self, owner: Reporting) -> None:
+        """Unregisters an owner that has ended. Owners that are garbage-collected, or
+        whose loop is closed, are removed automatically."""
         with self._lock:
             self._all = [each for each in self._all if not each.is_of(owner)]
 
@@ -190,28 +208,8 @@ REGISTER: Final = Register()
 os.register_at_fork(after_in_child=REGISTER.forget)
 
 
-def register(
-    owner: Reporting,
-    name: str,
-    loop: asyncio.AbstractEventLoop,
-    *,
-    anywhere: bool = False,
-) -> None:
-    """Registers an owner of statistics, which runs on ``loop``, under ``name``, such as
-    "ps:0".
-
-    Args:
-        anywhere: Call the owner's ``statistics`` on the asking thread, after a callback
-            on its loop has run: for slow statistics that any thread may compute.
-    """
-    REGISTER.add(RegisterEntry(owner, name, loop, anywhere))
-
-
-def unregister(owner: Reporting) -> None:
-    """Unregisters an owner that has ended. Owners that are garbage-collected, or whose
-    loop is closed, are removed automatically."""
-    REGISTER.remove(owner)
-
+register = REGISTER.add
+unregister = REGISTER.remove
 
 EVERY: Final = 1.0
 

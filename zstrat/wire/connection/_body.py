@@ -45,14 +45,6 @@ def aligned(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def allocate(nbytes: int) -> memoryview:
-    """Allocates aligned memory. The pool of the transport, which reuses memory, is
-    faster."""
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes].data
-
-
 def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
     """Yields offset and bytes of each chunk of the body that consists of the arrays
     ``raws`` (uint8 [nbytes])."""

@@ -50,17 +50,6 @@ class Carrier(Protocol):
         ...
 
 
-class UnknownCarrier:
-    """A network connection about which the system reports nothing."""
-
-    def carried(self) -> Carried:
-        return Carried()
-
-    def is_held_by(self, pid: int) -> bool:
-        del pid
-        return False
-
-
 STARVED: Final = 6
 """How many times ``liveness`` a running process of this machine may be silent, which
 makes 30 seconds. A process that runs but hangs is lost after that, too."""

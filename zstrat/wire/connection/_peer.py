@@ -62,8 +62,7 @@ from zstrat.wire._link_messages import (
 )
 from zstrat.wire._task_messages import Failure
 
-from ._body import Allocate, Frame, allocate
-from ._deadlines import Carrier, Liveness, Requests, UnknownCarrier
+from ._deadlines import Carrier, Liveness, Requests
 from ._greeting import MismatchOf, described, quoted
 from ._inbox import Arrived, Backlog, Inbox
 from ._memory_offers import MemoryOffers
@@ -88,7 +87,7 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Message
     from zstrat.wire._schema import PlainTree
 
-    from ._body import Absorb
+    from ._body import Absorb, Allocate, Frame
     from ._channel import SharedMemoryChannel
     from ._deadlines import Waiting
 
@@ -102,9 +101,6 @@ requesting more than it may."""
 
 _OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as a call
 _CLOSED: Final = OrderState.CLOSED
-
-
-_UNKNOWN: Final = UnknownCarrier()
 
 
 class Peer(Generic[Token]):
@@ -124,10 +120,10 @@ class Peer(Generic[Token]):
         timeouts: Timeouts,
         limits: Limits,
         now: float,
-        allocate: Allocate = allocate,
+        allocate: Allocate,
+        carrier: Carrier,
         channel: SharedMemoryChannel | None = None,
         absorb: Absorb | None = None,
-        carrier: Carrier = _UNKNOWN,
     ) -> None:
         """Starts the protocol on a new network connection: the initiator queues its
         HELLO."""
