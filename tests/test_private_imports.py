@@ -12,7 +12,7 @@ from test_architecture import ROOT, ours
 if TYPE_CHECKING:
     from pathlib import Path
 
-LINES = 130
+LINES = 129
 """How many lines of all tests import a private module or name, or patch a name in one.
 What is left are machines that are tested by themselves, with messages and numbers, and
 limits that a test lowers."""
