@@ -3,6 +3,7 @@ half done, whoever else does what to the variable meanwhile. Two peers, no socke
 
 import asyncio
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -35,7 +36,7 @@ from zstrat.wire import (
     Update,
     UpdateOp,
 )
-from zstrat.wire.connection import Answered, Failed, Requested, failure
+from zstrat.wire.connection import Answered, Carried, Failed, Requested, failure
 from zstrat.wire.connection import Peer as Connection
 
 KEY, SIZE = 1, 96
@@ -74,10 +75,21 @@ class Sender:
     def __init__(self, ps, role=Job.WORKER, limits=CHUNKS):
         self.ps, self.trips, self.folds, self.waiting = ps, 0, 0, []
         self.caller = caller(role)
-        common = {"timeouts": Timeouts(), "limits": limits, "now": 0.0}
+        carrier = SimpleNamespace(carried=Carried)  # the system says nothing of it
+        common = {
+            "timeouts": Timeouts(),
+            "limits": limits,
+            "now": 0.0,
+            "carrier": carrier,
+        }
         me, it = self.caller.hello, Hello(PROTOCOL, "ps", 0, 5, "there", 12)
         self.client = Connection(
-            "ps", me, initiator=True, mismatch=lambda _: None, **common
+            "ps",
+            me,
+            initiator=True,
+            mismatch=lambda _: None,
+            allocate=ps.pool.allocate,
+            **common,
         )
         self.server = Connection(
             "worker",
