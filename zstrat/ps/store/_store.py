@@ -4,7 +4,7 @@ whole.
 Decides without I/O and without a clock. Every change of the store is made in three
 parts, so that the middle one may run on another thread:
 
-1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
+1. ``plan_push``, ``create_plan``, ``plan_optimizer`` (loop): validate, touch nothing;
 2. ``plan.compute()`` (any thread): does the arithmetic (`_plans`);
 3. ``commit`` (loop): versions, ledger, statistics.
 
