@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from ps_callers import SESSION, caller
+from ps_callers import SESSION, Gated, caller
 from ps_copies import Copies
 from ps_tables import (
     BEGIN,
@@ -411,6 +411,24 @@ async def test_rows_that_are_sent_are_added_or_replace_all():
         np.testing.assert_array_equal(
             items(one.store)[1], first_rows(items(one.store)[0])
         )
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        StoreTable(SESSION, 1, True, [], (np.array([1, 2]),)),
+        LoadTable(SESSION, 1, 0, BUCKETS, True, []),
+    ],
+)
+async def test_a_load_without_leaves_waits_for_its_turn_at_the_table(load):
+    rig = Gated({b"-1 1": UNIFORM})
+    rig.gate.clear()
+    created = rig.ask(creation(SESSION, entry(1)))
+    loaded = asyncio.ensure_future(rig.ask(load))
+    await asyncio.wait([loaded], timeout=0.1)
+    assert not loaded.done()
+    rig.gate.set()
+    assert [await created, await loaded] == [Done()] * 2
 
 
 async def test_what_does_not_fit_leaves_a_table_as_it_was(tmp_path):
