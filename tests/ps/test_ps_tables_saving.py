@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from ps_callers import SESSION, caller
+from ps_callers import SESSION, Gated, caller
 from ps_copies import Copies
 from ps_tables import (
     BEGIN,
@@ -234,13 +234,14 @@ async def test_a_base_and_differences_are_the_whole(tmp_path):
             ids, rows = items(one.store)
             np.testing.assert_array_equal(np.concatenate([x for x, _ in parts]), ids)
             np.testing.assert_array_equal(np.concatenate([x for _, x in parts]), rows)
-        await one.save(tmp_path / "one")
+        written = await one.save(tmp_path / "one")
         await other.save(tmp_path / "other")
         with (
             TensorReader(str(tmp_path / "one")) as a,
             TensorReader(str(tmp_path / "other")) as b,
         ):
-            for name in set(a.names) - {"0.cut", "0.waiting", "0.counts"}:
+            names = {f"{each.optimizer}{each.leaf}" for each in written}
+            for name in names - {"0.cut", "0.waiting", "0.counts"}:
                 assert a.read(name).tobytes() == b.read(name).tobytes(), name
 
 
@@ -411,6 +412,24 @@ async def test_rows_that_are_sent_are_added_or_replace_all():
         np.testing.assert_array_equal(
             items(one.store)[1], first_rows(items(one.store)[0])
         )
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        StoreTable(SESSION, 1, True, [], (np.array([1, 2]),)),
+        LoadTable(SESSION, 1, 0, BUCKETS, True, []),
+    ],
+)
+async def test_a_load_without_leaves_waits_for_its_turn_at_the_table(load):
+    rig = Gated({b"-1 1": UNIFORM})
+    rig.gate.clear()
+    created = rig.ask(creation(SESSION, entry(1)))
+    loaded = asyncio.ensure_future(rig.ask(load))
+    await asyncio.wait([loaded], timeout=0.1)
+    assert not loaded.done()
+    rig.gate.set()
+    assert [await created, await loaded] == [Done()] * 2
 
 
 async def test_what_does_not_fit_leaves_a_table_as_it_was(tmp_path):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from zstrat.ps._thread import JobThread
     from zstrat.ps.store._store import Store
-    from zstrat.wire import TableTensor
+    from zstrat.wire import TableLeaf, TableTensor
 
     from ._snapshot_files import DiskThread, Turn
 
@@ -83,7 +83,7 @@ class Loads:
             case LoadTable():
                 return await self._load_table(message)
             case StoreTable():
-                used = [(message.key, leaf.optimizer) for leaf in message.leaves]
+                used = _used_by(message.key, message.leaves)
                 loading = partial(sent_rows, self._store, message)
                 return await self._bring(message.session, used, loading)
 
@@ -120,9 +120,7 @@ class Loads:
 
             key, replaces = message.key, message.replaces
             loading = partial(TableLoading, self._store, key, leaves, read, replaces)
-            return await self._bring(
-                message.session, [(key, leaf.optimizer) for leaf in leaves], loading
-            )
+            return await self._bring(message.session, _used_by(key, leaves), loading)
 
     async def _bring_all(
         self,
@@ -246,6 +244,12 @@ class Loads:
                 reader.read_into(entry.name, start, out)
 
         return Source(what, info.numpy_dtype, shape, read_into)
+
+
+def _used_by(key: int, leaves: Iterable[TableLeaf]) -> list[tuple[int, int]]:
+    """Returns what a load of leaves of a table uses: the table in any case, as one
+    without leaves may replace it by an empty one."""
+    return [(key, 0), *((key, leaf.optimizer) for leaf in leaves)]
 
 
 def _close(readers: dict[str, TensorReader]) -> None:
