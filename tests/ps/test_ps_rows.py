@@ -486,3 +486,23 @@ def test_slots_of_truth_beside_rows_are_updated(monkeypatch):
         push_to(store, rows_push((1, np.array(rows), gradient)))
         lazy.push(np.array(rows), gradient)
     np.testing.assert_allclose(value_of(store, 1), lazy.value, rtol=1e-6)
+
+
+@pytest.mark.skipif(not IS_BUILT, reason="the extension is not built")
+def test_no_row_is_updated_without_memory_for_all_gradients(monkeypatch):
+    store = store_with("sgd")
+    create(store, {1: table(0), 2: table(1)})
+    updates = [(key, np.arange(3), table(key, 3)) for key in (1, 2)]
+    push_to(store, rows_push(*updates))
+    before, copied, copy = [value_of(store, 1), value_of(store, 2)], [], np.array
+
+    def failing(array, *rest):
+        copied.append(array)
+        if len(copied) == 2:
+            raise MemoryError
+        return copy(array, *rest)
+
+    monkeypatch.setattr(np, "ascontiguousarray", failing)
+    with pytest.raises(MemoryError):
+        push_to(store, rows_push(*updates))
+    np.testing.assert_array_equal([value_of(store, 1), value_of(store, 2)], before)
