@@ -458,3 +458,51 @@ def test_a_lookup_must_name_variables_and_is_bounded():
         store.plan_rows([], [1, 1], (one,))
     with pytest.raises(InvalidArgumentError, match=r"\b1080\b"):
         store.plan_rows([], [1], (np.zeros(30, int),))
+
+
+def with_truth_beside():
+    """Half a step where the gradient keeps its sign; the signs are the state."""
+
+    def moved(gradient, was_up):
+        same = (gradient > 0) == was_up
+        return jax.numpy.where(same, -0.5, -1.0) * gradient
+
+    def signs(tree):
+        return jax.tree.map(lambda leaf: leaf > 0, tree)
+
+    def update(gradients, state, value=None):
+        del value
+        return jax.tree.map(moved, gradients, state), signs(gradients)
+
+    return optax.GradientTransformation(signs, update)
+
+
+def test_slots_of_truth_beside_rows_are_updated(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "signs", with_truth_beside)
+    store, lazy = store_with("signs"), Lazy("signs", table(0, row=(4,)))
+    create(store, {1: table(0, row=(4,))})
+    for turn, rows in enumerate(([1, 2], [2, 3, 7], [1, 3])):
+        gradient = table(turn + 1, len(rows), (4,))
+        push_to(store, rows_push((1, np.array(rows), gradient)))
+        lazy.push(np.array(rows), gradient)
+    np.testing.assert_allclose(value_of(store, 1), lazy.value, rtol=1e-6)
+
+
+@pytest.mark.skipif(not IS_BUILT, reason="the extension is not built")
+def test_no_row_is_updated_without_memory_for_all_gradients(monkeypatch):
+    store = store_with("sgd")
+    create(store, {1: table(0), 2: table(1)})
+    updates = [(key, np.arange(3), table(key, 3)) for key in (1, 2)]
+    push_to(store, rows_push(*updates))
+    before, copied, copy = [value_of(store, 1), value_of(store, 2)], [], np.array
+
+    def failing(array, *rest):
+        copied.append(array)
+        if len(copied) == 2:
+            raise MemoryError
+        return copy(array, *rest)
+
+    monkeypatch.setattr(np, "ascontiguousarray", failing)
+    with pytest.raises(MemoryError):
+        push_to(store, rows_push(*updates))
+    np.testing.assert_array_equal([value_of(store, 1), value_of(store, 2)], before)

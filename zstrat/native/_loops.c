@@ -18,6 +18,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Indices are numpy's intp: where that is shorter, numpy and XLA do without the loops. */
+#if INTPTR_MAX != INT64_MAX
+#error "the loops are for machines of 64 bits"
+#endif
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -65,7 +70,8 @@ static uint64_t flush_denormals(void)
     _mm_setcsr((unsigned int)former | 0x8040);
 #elif defined(__aarch64__)
     __asm__ volatile("mrs %0, fpcr" : "=r"(former));
-    __asm__ volatile("msr fpcr, %0" : : "r"(former | 1u << 24));
+    /* "memory": no load or store of the loops moves across. */
+    __asm__ volatile("msr fpcr, %0" : : "r"(former | 1u << 24) : "memory");
 #endif
     return former;
 }
@@ -75,7 +81,7 @@ static void restore_mode(uint64_t former)
 #if defined(__x86_64__)
     _mm_setcsr((unsigned int)former);
 #elif defined(__aarch64__)
-    __asm__ volatile("msr fpcr, %0" : : "r"(former));
+    __asm__ volatile("msr fpcr, %0" : : "r"(former) : "memory");
 #else
     (void)former;
 #endif

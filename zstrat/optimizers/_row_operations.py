@@ -140,8 +140,9 @@ class _Translation:
         self._literals: dict[bytes, Any] = {}
         self.constants: list[Any] = []
         """Scalar variables and literals, in the order of their registers."""
-        for var in arrays:
-            _require(var)
+        # Elements of tables, which have the size of a float32: no truth.
+        if any(np.dtype(var.aval.dtype) != _FLOAT for var in arrays):
+            raise _NoOperation
 
     def add(self, eqn: Any) -> None:
         """Adds an equation whose results have the shape of the variable.

@@ -409,9 +409,10 @@ class RowUpdates:
             with kind.layout.rule.tree.arithmetic():
                 constants, others = kind.loop.start(shared, steps[0].operands)
             update = kind.loop.program.update
-            for step, arrays in zip(steps, tables, strict=True):
-                gradient = np.ascontiguousarray(step.gradient)
-                update(constants, arrays, step.indices, gradient)
+            # Before any row is written, as there may be no memory for copies of them.
+            gradients = [np.ascontiguousarray(step.gradient) for step in steps]
+            for step, arrays, each in zip(steps, tables, gradients, strict=True):
+                update(constants, arrays, step.indices, each)
             return others
         sizes = calls.sizes
         new: list[np.ndarray] | None = None
