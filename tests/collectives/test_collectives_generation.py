@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from zstrat.collectives.group._traffic import key_of
 from zstrat.collectives.schedules import progress_of
 from zstrat.errors import (
     ClosedError,
+    CollectiveTimeoutError,
     DeadlineExceededError,
     PeerLostError,
+    to_wire,
 )
 from zstrat.wire import (
+    AbortCall,
     AskCall,
     CallState,
     GroupFormed,
@@ -158,6 +162,35 @@ async def test_what_an_operation_was_is_known_after_its_end():
         generation.begun[number], generation.calls = "barrier()", number
         generation.end(number)
     assert generation.state(asked) == CallState(FORGOTTEN, [], True, False)
+
+
+async def test_who_has_ended_the_generation_says_so_and_is_believed():
+    """Two ranks ask at one time. One has found out and failed its call when the other
+    one asks it: that call has not ended well there, and its notice says more."""
+    generation, link = full_line()
+    call = CollectiveCall(
+        1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1
+    )
+    outcomes = []
+    generation.traffic.start(call, outcomes.append)
+    generation.mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
+    generation.inquire(call, [1])
+    for _ in range(20):
+        await asyncio.sleep(0)  # it runs until it waits
+    assert generation.broken is None
+    error = CollectiveTimeoutError("rank 2 has not called it")
+    generation.aborted(1, AbortCall(5, call.key, to_wire(error), []))
+    await generation._inquiry
+    assert [str(each) for each in outcomes] == ["rank 2 has not called it"]
+    assert not [sent for sent in link.sent if isinstance(sent, AbortCall)]
+    assert generation.state(AskCall(5, call.key)).is_broken
+
+
+def answer_of(state, rank, *, message, deadline):
+    assert rank == 1
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_result(state)
+    return answer
 
 
 async def test_what_a_rank_sent_before_it_left_is_enough():

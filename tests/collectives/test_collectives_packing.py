@@ -52,6 +52,11 @@ def test_broadcasts_share_calls_as_well(rank):
         assert np.shares_memory(calls[0].target, arrays[-1])
 
 
+def test_dtypes_do_not_mix():
+    arrays = [np.full(5, 0, np.int32), *SMALL[1:3], np.full(5, 3, np.int32)]
+    assert contents(calls_of(arrays)) == [[3, 0], [2, 1]]
+
+
 def test_large_arrays_travel_alone_and_are_not_copied():
     large = np.full(ALONE // 4, 7, np.float32)
     calls = calls_of([SMALL[1], large, SMALL[2]])

@@ -132,6 +132,19 @@ def test_an_error_in_one_replica_ends_the_others(two):
         two.run(lambda: zs.get_replica_context().merge_call(merge_fn))
 
 
+def test_after_an_error_of_the_first_replica_no_other_one_begins(two):
+    begun = []
+
+    @zs.function(eager=True)
+    def fn():
+        begun.append(number())
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        two.run(fn)
+    assert begun == [0]
+
+
 @pytest.mark.parametrize("peek", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_update_of_a_copy_under_a_transformation_is_refused(two, peek, inside):

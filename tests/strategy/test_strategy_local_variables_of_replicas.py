@@ -246,6 +246,22 @@ def test_no_count_is_lost_when_it_is_restored(three, two, tmp_path):
         assert found.numpy() == 22
 
 
+def test_all_gather_of_shapes_that_do_not_fit(two):
+    parts = PerReplica((np.ones((2, 3), np.float32), np.ones((1, 3), np.float32)))
+
+    def gathered(axis):
+        return lambda x: zs.get_replica_context().all_gather(x, axis)
+
+    for axis in (0, -2):
+        for found in two.run(gathered(axis), (parts,)).values:
+            np.testing.assert_array_equal(found, np.ones((3, 3)))
+    for axis in (1, -1):
+        with pytest.raises(ValueError, match=r"all_gather.*\b1\b"):
+            two.run(gathered(axis), (parts,))
+    with pytest.raises(ValueError, match="axis 2 is out of bounds"):
+        two.run(gathered(2), (parts,))
+
+
 @pytest.mark.parametrize("values", [(1.0,), (1, 2, 3, 4), ("a",) * 3, ([], [1], [2])])
 def test_one_value_for_each_replica(two, values):
     value = PerReplica(tuple(np.array(x) if isinstance(x, list) else x for x in values))
