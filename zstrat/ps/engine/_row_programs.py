@@ -366,7 +366,9 @@ def _update_of(layout: RowLayout) -> Any:
 
 def _loop_of(layout: RowLayout) -> RowLoop | None:
     """Returns the update as compiled loops; None if they cannot compute it."""
-    if layout.gradient.dtype != np.float32:
+    # By shapes alone, an array without rows might look like one with rows.
+    arrays = any(leaf.shape for leaf in layout.shared)
+    if layout.gradient.dtype != np.float32 or arrays:
         return None
     operations = row_operations(
         layout.rule,
