@@ -316,7 +316,7 @@ class FakeWorker(FakeTask):
         return ResourceBuilt(layout_of(0, treedef, [np.asarray(x) for x in leaves]))
 
     def begin(self):
-        """Begins its first closure, which no cancellation finds any more."""
+        """Begins its first closure, which no cancellation finds."""
         self.begun = self.queue.pop(0)
         return self.begun
 

@@ -13,8 +13,8 @@ from zstrat.native import (
     IS_BUILT,
     MOST_REGISTERS,
     MOST_TABLES,
+    LoopProgram,
     RowOperation,
-    RowProgram,
     put_rows,
     take_rows,
 )
@@ -123,7 +123,7 @@ def test_programs_compute_what_numpy_computes(program, length, data):
     new = computed(code, results, constants, tables, indices, gradients)
     for table, fresh in zip(want, new, strict=True):
         table[indices] = fresh
-    RowProgram(code, results).update(constants, tables, indices, gradients)
+    LoopProgram(code, results).update(constants, tables, indices, gradients)
     for got, wanted in zip(tables, want, strict=True):
         # Copied and not computed, a denormal number stays.
         np.testing.assert_array_equal(flushed(got), flushed(wanted))
@@ -135,7 +135,7 @@ def test_denormal_numbers_are_zero_as_in_xla():
     code = np.array([[RowOperation.MUL, 2, 0, 1, 0]], np.int32)
     gradient = np.full((1, 4), 1e-9, np.float32)
     want = np.asarray(jax.jit(lambda a, b: a * b)(table, gradient))
-    program = RowProgram(code, np.array([2], np.int32))
+    program = LoopProgram(code, np.array([2], np.int32))
     program.update(np.zeros(0, np.float32), [table], np.zeros(1, np.intp), gradient)
     np.testing.assert_array_equal(table, want)
     assert np.float32(1e-30) * np.float32(1e-9) != 0, "only while the loop runs"
@@ -164,7 +164,7 @@ def one_step(tables=1, constants=0, operation=RowOperation.ADD, **fields):
     for place, number in fields.get("code", {}).items():
         code[0, place] = number
     results = np.array([fields.get("result", known)] * tables, np.int32)
-    return RowProgram(code, results)
+    return LoopProgram(code, results)
 
 
 @needs_loops
@@ -194,7 +194,7 @@ def test_an_index_outside_changes_nothing(index):
         one_step(code={4: -1}),
         one_step(result=3),
         one_step(result=-1),
-        RowProgram(np.zeros((MOST_REGISTERS, 5), np.int32), np.zeros(1, np.int32)),
+        LoopProgram(np.zeros((MOST_REGISTERS, 5), np.int32), np.zeros(1, np.int32)),
     ],
 )
 def test_programs_that_would_leave_their_registers_are_refused(program):

@@ -11,7 +11,7 @@ from ps_trees import bind_each
 from tiers import combined
 
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
-from zstrat.native import IS_BUILT, RowProgram
+from zstrat.native import IS_BUILT, LoopProgram
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps.engine import _row_programs as row_kinds
 from zstrat.ps.engine import gather
@@ -401,7 +401,7 @@ OF_LOOPS = {
 )
 def test_compiled_loops_update_rows_as_xla_does(monkeypatch, name, row):
     """But for the last bits, as XLA joins a product and a sum."""
-    updates, update = [], RowProgram.update
+    updates, update = [], LoopProgram.update
 
     def counted(program, *given):
         updates.append(program)
@@ -415,7 +415,7 @@ def test_compiled_loops_update_rows_as_xla_does(monkeypatch, name, row):
             push_to(store, rows_push((1, rows, table(turn, count, row))))
         return value_of(store, 1)
 
-    monkeypatch.setattr(RowProgram, "update", counted)
+    monkeypatch.setattr(LoopProgram, "update", counted)
     by_loops = trained()
     assert len(updates) == (5 if name in OF_LOOPS else 0)
     monkeypatch.setattr(row_kinds, "IS_BUILT", False)

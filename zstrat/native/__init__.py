@@ -5,7 +5,7 @@ from __future__ import annotations
 from ._rows import IS_BUILT as IS_BUILT
 from ._rows import MOST_REGISTERS as MOST_REGISTERS
 from ._rows import MOST_TABLES as MOST_TABLES
+from ._rows import LoopProgram as LoopProgram
 from ._rows import RowOperation as RowOperation
-from ._rows import RowProgram as RowProgram
 from ._rows import put_rows as put_rows
 from ._rows import take_rows as take_rows

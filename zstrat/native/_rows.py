@@ -27,11 +27,11 @@ IS_BUILT: Final = _loops is not None
 
 MOST_REGISTERS: Final = 48
 MOST_TABLES: Final = 16
-"""How many registers and tables a `RowProgram` may have."""
+"""How many registers and tables a `LoopProgram` may have."""
 
 
 class RowOperation(enum.IntEnum):
-    """An operation of a `RowProgram`, in the order of the extension. Truth is 1 or
+    """An operation of a `LoopProgram`, in the order of the extension. Truth is 1 or
     0."""
 
     NEG = 0
@@ -57,7 +57,7 @@ class RowOperation(enum.IntEnum):
     SELECT = 20
 
 
-class RowProgram(NamedTuple):
+class LoopProgram(NamedTuple):
     """Operations on float32, element by element, that update rows of several tables.
 
     Registers are numbered: first one for each table, then the gradient, the constants,

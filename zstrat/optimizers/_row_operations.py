@@ -1,7 +1,7 @@
 """Translates updates that are elementwise in float32 to the operations of compiled
 loops (`zstrat.native`).
 
-The operations on elements become a `RowProgram`. What is computed from scalars (a
+The operations on elements become a `LoopProgram`. What is computed from scalars (a
 count, a learning rate, operands of the tree) stays a program for XLA, whose results are
 constants of the loops.
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from zstrat.native import MOST_REGISTERS, MOST_TABLES, RowOperation, RowProgram
+from zstrat.native import MOST_REGISTERS, MOST_TABLES, LoopProgram, RowOperation
 
 from ._elementwise import elementwise, spreads
 from ._jaxprs import ProgramPart
@@ -68,7 +68,7 @@ class RowOperations:
     takes nothing and returns constants alone.
     """
 
-    program: RowProgram
+    program: LoopProgram
     scalars: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, list[Any]]]
     is_fixed: bool
 
@@ -94,7 +94,7 @@ def row_operations(
     others = [v for v, element in zip(given, by_element, strict=True) if not element]
     new = list(zip(jaxpr.outvars, by_element, strict=False))
     try:
-        translation = _Translation(shape, arrays)
+        translation = _Translation(arrays)
         for eqn in jaxpr.eqns:
             if tuple(eqn.outvars[0].aval.shape) == shape:
                 translation.add(eqn)
@@ -131,8 +131,8 @@ class _Translation:
     registers can be numbered.
     """
 
-    def __init__(self, shape: tuple[int, ...], arrays: Sequence[Any]) -> None:
-        self._shape, self._arrays = shape, arrays
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = arrays
         self._operations: list[tuple[RowOperation, tuple[Any, ...]]] = []
         self._known: dict[Any, Any] = {
             var: ("given", n) for n, var in enumerate(arrays)
@@ -172,7 +172,7 @@ class _Translation:
             self.constants.append(var)
         return "constant", known.get(id(var), len(known))
 
-    def program(self, results: Sequence[Any]) -> RowProgram | None:
+    def program(self, results: Sequence[Any]) -> LoopProgram | None:
         """Returns the program; None if it has too many registers or tables."""
         given = len(self._arrays)
         first = given + len(self.constants)
@@ -188,7 +188,7 @@ class _Translation:
         for place, (operation, operands) in enumerate(self._operations):
             code[place, :2] = operation, first + place
             code[place, 2 : 2 + len(operands)] = [*map(register, operands)]
-        return RowProgram(code, np.array([*map(register, results)], np.int32))
+        return LoopProgram(code, np.array([*map(register, results)], np.int32))
 
     def _translated(self, eqn: Any, operands: Sequence[Any]) -> Any:
         name = eqn.primitive.name

@@ -32,7 +32,7 @@ from ._flat_updates import Shape, SlotLayout, SlotLayouts, operands_of, shape, s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from zstrat.native import RowProgram as LoopProgram
+    from zstrat.native import LoopProgram
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Cell
 

@@ -1,5 +1,5 @@
-"""Applies gradients of rows by XLA: gathers the rows, updates them, and scatters them
-back.
+"""Applies gradients of rows: by XLA, which gets the rows gathered and whose results are
+scattered back; or by compiled loops, which update the rows where they are.
 
 The rows that a gradient names, of the value and of those slots that have rows, are
 gathered into pooled, aligned buffers that XLA reads without a copy; a program computes
