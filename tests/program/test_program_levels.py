@@ -55,6 +55,53 @@ def test_flow():
     np.testing.assert_array_equal(doubled, a * 2)
 
 
+def bounds(size):
+    """Slices of an axis, as bounds and a stride."""
+    ends = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted)
+    return st.tuples(ends, st.integers(1, 3))
+
+
+@st.composite
+def parts(draw):
+    """A function that chooses elements of an array ``[3, 4, 2]``, of int32."""
+    steps = []
+    shape = (3, 4, 2)
+    for kind in draw(st.lists(st.sampled_from(["slice", "turn", "reshape"]))):
+        if kind == "slice":
+            chosen = [draw(bounds(size)) for size in shape]
+            starts, ends = zip(*[each for each, _ in chosen], strict=True)
+            strides = draw(st.sampled_from([None, tuple(by for _, by in chosen)]))
+            steps.append((jax.lax.slice, (starts, ends, strides)))
+        elif kind == "turn":
+            steps.append((jax.lax.transpose, (draw(st.permutations(range(3))),)))
+        else:
+            order = draw(st.permutations(shape))
+            steps.append((jax.lax.reshape, (order,)))
+
+        def choose(x, steps=tuple(steps)):
+            for function, arguments in steps:
+                x = function(x, *arguments)
+            return x
+
+        shape = choose(jnp.zeros((3, 4, 2), np.int32)).shape
+    return lambda x: choose(x) if steps else x
+
+
+@examples(25)
+@given(parts(), st.sampled_from(["int8", "int32"]))
+def test_parts_of_an_input_are_found_without_a_program(choose, dtype):
+    array = np.arange(24, dtype=dtype).reshape(3, 4, 2)
+
+    def program(_, x):
+        return choose(x.astype(np.int32)), choose(x)[..., None] + 1
+
+    flow = Flow(jax.make_jaxpr(program)(np.float32(1), array))
+    view = flow.view_of_input(0)
+    assert view.number == 1
+    np.testing.assert_array_equal(view.elements(array), np.ravel(choose(array)))
+    assert flow.view_of_input(1) is None
+
+
 MOVES = {
     "reshape": lambda x: x.reshape(-1, 2),
     "reshape in Fortran's order": lambda x: x.reshape((2, -1), order="F"),

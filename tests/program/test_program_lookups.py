@@ -71,6 +71,27 @@ def test_ids_of_any_shape_are_asked_for_once(storage):
     assert step.trace_count == 1
 
 
+def test_ids_may_be_parts_of_an_array(storage):
+    table = storage.sharded(TABLE, 3)
+    places = [0, -1, (slice(None), 1), (slice(0, 2), slice(1, 3)), (..., None)]
+
+    @zs.function
+    def step(ids):
+        rows = [zs.embedding_lookup(table, ids[place]) for place in places]
+        return [*rows, zs.embedding_lookup(table, ids.T), ids]
+
+    ids = np.array([[1, 9, 0], [3, 3, 4]])
+    result, _, (wanted,) = run_by_hand(step, ids)
+    expected = [*[ids[place] for place in places], ids.T]
+    for rows, chosen in zip(result[:-1], expected, strict=True):
+        np.testing.assert_array_equal(rows, TABLE[chosen])
+    assert names(wanted) == [
+        ("t/part_0", [0, 1, 3]),
+        ("t/part_1", [0]),
+        ("t/part_2", [2]),
+    ]
+
+
 def test_ids_that_depend_on_rows_are_asked_for_with_the_next_request(storage):
     table, chain = storage.sharded(TABLE, 2), storage.sharded(NEXT, 2, "next")
     shift = storage.variable(np.int32(1), "shift")

@@ -3,7 +3,7 @@ step.
 
 All programs are parts of the same trace: one for the ids of each level, and the main
 one. A program returns ids as one vector per dtype, whatever the number of lookups. A
-level whose ids are inputs needs no program.
+level whose ids are inputs, or parts of inputs, needs no program.
 
 Gradients of looked-up rows leave the program without their ids: the host has sorted
 these ids already, and so has the rows to sum and the servers to send them to. `Lookups`
@@ -29,7 +29,7 @@ from zstrat.program._compile import (
     side_by_side,
 )
 from zstrat.program.trace import _refusals
-from zstrat.program.trace._flow import Flow
+from zstrat.program.trace._flow import Flow, InputView
 from zstrat.program.trace._wide import evaluator, has_whole, with_64_bits
 from zstrat.rows import sums
 
@@ -99,8 +99,8 @@ class TraceInputs:
 
 
 class Ids:
-    """Makes the ids of one level: takes those that are inputs of the step, and computes
-    the others with a program."""
+    """Makes the ids of one level: takes those that are inputs of the step or parts of
+    one, and computes the others with a program."""
 
     def __init__(
         self,
@@ -111,15 +111,16 @@ class Ids:
         name: str,
         wide: frozenset[int],
     ) -> None:
-        self._taken: list[int | None] = []
+        self._views: list[InputView | None] = []
         computed: dict[Any, list[int]] = {}
         places: list[tuple[Any, int, int]] = []
         counts: dict[Any, int] = {}
         for output in [first + number for number in level.order]:
-            source = flow.input_at_origin(output)
-            # Ids that are an input as they are need no program, and keep their 64 bits.
-            self._taken.append(source if source in range(inputs.data) else None)
-            if self._taken[-1] is not None:
+            view = flow.view_of_input(output)
+            # These need no program, and keep their 64 bits.
+            is_given = view is not None and view.number < inputs.data
+            self._views.append(view if is_given else None)
+            if is_given:
                 places.append((None, 0, 0))
                 continue
             kind = flow.kind_of(output)
@@ -138,11 +139,11 @@ class Ids:
             vectors = self._program(given, blocks)
             computed = {dtype: np.asarray(ids) for dtype, ids in vectors.items()}
         parts = [
-            np.ravel(given[source])
-            if source is not None
+            view.elements(given[view.number])
+            if view is not None
             else computed[dtype][start:stop]
-            for source, (dtype, start, stop) in zip(
-                self._taken, self._places, strict=True
+            for view, (dtype, start, stop) in zip(
+                self._views, self._places, strict=True
             )
         ]
         # Unchecked: `Level.ask` finds what is outside of its table.

@@ -15,8 +15,10 @@ the seed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from operator import itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ from zstrat.jaxprs import bits_of, entered, mask_of, mask_of_all, masks, union_o
 from . import _refusals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     from jax.extend.core import JaxprEqn, Var
 
@@ -46,6 +48,23 @@ def marked(indices: jax.Array) -> jax.Array:
 
 
 _MARK: Final = "zstrat rows"
+
+
+_Move = Callable[[np.ndarray], np.ndarray]
+
+
+class InputView(NamedTuple):
+    """Elements of one input of a program, chosen without looking at any value."""
+
+    number: int
+    moves: tuple[_Move, ...]
+
+    def elements(self, given: Any) -> np.ndarray:
+        """Returns the elements of the view of this input, ``[n]``."""
+        array = np.asarray(given)
+        for move in self.moves:
+            array = move(array)
+        return array.reshape(-1)
 
 
 class Flow:
@@ -92,6 +111,26 @@ class Flow:
             return None
         numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
         return numbers[0] if numbers else None
+
+    def view_of_input(self, output: int) -> InputView | None:
+        """Returns which input an output of integers is a view of, and which one; None
+        if it has to be computed.
+
+        Looks through reshapes, transpositions and slices of fixed bounds.
+        """
+        var, moves = self._jaxpr.outvars[output], list[_Move]()
+        while (
+            eqn := None if isinstance(var, Literal) else self._maker.get(var)
+        ) is not None:
+            move = _move(eqn)
+            if move is None:
+                return None
+            # The elements are returned as a vector: their last shape does not matter.
+            if moves or not _moves_nothing(eqn):
+                moves.append(move)
+            var = eqn.invars[0]
+        numbers = [n for n, given in enumerate(self._jaxpr.invars) if given is var]
+        return InputView(numbers[0], tuple(moves[::-1])) if numbers else None
 
     def has_marked(self, name: str) -> bool:
         """Returns whether a value is marked with this name."""
@@ -196,6 +235,27 @@ def _moves_nothing(eqn: Any) -> bool:
             is_integer = isinstance(before, np.dtype) and before.kind in "iu"
             return is_integer and np.can_cast(before, after, "safe")
     return False
+
+
+def _move(eqn: Any) -> _Move | None:
+    """Returns how numpy makes the result of an equation from its operand; None if it
+    does more than choose and order elements."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "slice":
+            strides = params["strides"] or [None] * len(params["start_indices"])
+            return itemgetter(
+                tuple(
+                    map(
+                        slice, params["start_indices"], params["limit_indices"], strides
+                    )
+                )
+            )
+        case "transpose":
+            return methodcaller("transpose", params["permutation"])
+    if _moves_nothing(eqn):
+        return methodcaller("reshape", eqn.outvars[0].aval.shape)
+    return None
 
 
 def _marked(jaxpr: Any, name: str) -> int:

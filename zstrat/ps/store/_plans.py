@@ -93,7 +93,6 @@ class ServerUpdate:
     @property
     def write(self) -> Write:
         """How the update writes to the memory of the value."""
-        """Applies the update to the value."""
         if self.op is UpdateOp.OPTIMIZE:
             return Write.GIVE
         if self.op in _OF_ROWS:
