@@ -10,6 +10,7 @@ import sys
 from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -112,7 +113,8 @@ def blocks(page):
 
 def test_a_model_of_flax_learns_in_few_steps(run):
     for module in ("flax", "sklearn"):
-        pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
+        if is_missing(module):
+            pytest.skip(f"needs {module}, for this jax: install zstrat[examples]")
     few = ["--ps", "1", "--workers", "1", "--epochs", "3"]
     code, out = run("flax_nnx_ps.py", *few)
     (accuracy,) = re.findall(r"test accuracy (\S+)% \(goal 95%\)$", out, re.MULTILINE)
@@ -213,9 +215,22 @@ def run_page(page, request):
     names = {"__name__": "__main__"}
     request.addfinalizer(lambda: ended(names))
     for needed, code in blocks(ROOT / "docs" / f"{page}.md"):
-        if needed and importlib.util.find_spec(needed) is None:
-            continue  # of a library that is not installed
+        if needed and is_missing(needed):
+            continue
         exec(code, names)
+
+
+def is_missing(library):
+    """Whether a library is not installed, or was made for another jax."""
+    if importlib.util.find_spec(library) is None:
+        return True
+    try:
+        importlib.import_module("flax.nnx" if library == "flax" else library)
+    except AttributeError:
+        if library != "flax" or jax.version.__version_info__ < (0, 12):
+            raise
+        return True  # as flax 0.12.8 with jax 0.12
+    return False
 
 
 def ended(names):

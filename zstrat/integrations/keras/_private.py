@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import warnings
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
@@ -134,7 +135,12 @@ def take_over(model: Any, training: Any) -> None:
             model._jax_state_synced = True
 
     def symbolic_build(*args: Any, **kwargs: Any) -> None:
-        with building():
+        with building(), warnings.catch_warnings():
+            # Keras describes the batch to jax as it was given. jax warns that it would
+            # cut 64-bit ids, but here only shapes are computed.
+            warnings.filterwarnings(
+                "ignore", ".* requested in ShapeDtypeStruct", UserWarning
+            )
             type(model)._symbolic_build(model, *args, **kwargs)
 
     def maker(mode: str, arity: int) -> Any:
