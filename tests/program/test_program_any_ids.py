@@ -256,7 +256,7 @@ FLOWS = {
         lambda state: state[0] < 2, lambda s: (s[0] + 1, s[1] * 2), (0, ids)
     )[1],
     "cond": lambda ids: jax.lax.cond(ids[0] > 0, lambda i: i + 1, lambda i: -i, ids),
-    "scan of jax": lambda ids: ids + jnp.searchsorted(jnp.sort(ids), ids),
+    "of jax": lambda ids: ids + jnp.searchsorted(jnp.sort(ids), ids),
 }
 
 
@@ -274,9 +274,9 @@ def test_an_operation_that_is_not_known_takes_ids_of_32_bits_only(rows, flow):
     lines, first = inspect.getsourcelines(FLOWS[flow])
     with pytest.raises(ValueError, match=str(IDS[0, 0])) as refused:
         step(IDS[0])
-    (line,) = re.findall(
-        rf"'{flow.split()[0]}' at {__file__}:(\d+)", str(refused.value)
-    )
+    # What jax makes of its own function depends on its version.
+    name = r"\w+" if flow == "of jax" else flow
+    (line,) = re.findall(rf"'{name}' at {__file__}:(\d+)", str(refused.value))
     assert int(line) in range(first, first + len(lines))
 
 
