@@ -138,9 +138,7 @@ def take_over(model: Any, training: Any) -> None:
         with building(), warnings.catch_warnings():
             # Keras describes the batch to jax as it was given. jax warns that it would
             # cut 64-bit ids, but here only shapes are computed.
-            warnings.filterwarnings(
-                "ignore", ".* requested in ShapeDtypeStruct", UserWarning
-            )
+            warnings.filterwarnings("ignore", ".*ShapeDtypeStruct", UserWarning)
             type(model)._symbolic_build(model, *args, **kwargs)
 
     def maker(mode: str, arity: int) -> Any:
