@@ -117,7 +117,7 @@ class Ids:
         counts: dict[Any, int] = {}
         for output in [first + number for number in level.order]:
             view = flow.view_of_input(output)
-            # These need no program, and keep their 64 bits.
+            # These need no program, which would cut them to 32 bits.
             is_given = view is not None and view.number < inputs.data
             self._views.append(view if is_given else None)
             if is_given:

@@ -54,13 +54,14 @@ _Move = Callable[[np.ndarray], np.ndarray]
 
 
 class InputView(NamedTuple):
-    """Elements of one input of a program, chosen without looking at any value."""
+    """Elements of the input ``number`` of a program, chosen without a computation; all
+    of them in their order if there are no ``moves``."""
 
     number: int
     moves: tuple[_Move, ...]
 
     def elements(self, given: Any) -> np.ndarray:
-        """Returns the elements of the view of this input, ``[n]``."""
+        """Returns the elements ``[n]`` of the view, of a value of the input."""
         array = np.asarray(given)
         for move in self.moves:
             array = move(array)
@@ -106,22 +107,18 @@ class Flow:
     def input_at_origin(self, output: int) -> int | None:
         """Returns the number of the input that the output is, possibly reshaped; None
         if it is not an input."""
-        origin = self.origin(output)
-        if len(origin) != 1:
-            return None
-        numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
-        return numbers[0] if numbers else None
+        view = self.view_of_input(output)
+        return None if view is None or view.moves else view.number
 
     def view_of_input(self, output: int) -> InputView | None:
-        """Returns which input an output of integers is a view of, and which one; None
-        if it has to be computed.
+        """Returns the view of an input that an output of integers is; None if it has to
+        be computed.
 
         Looks through reshapes, transpositions and slices of fixed bounds.
         """
         var, moves = self._jaxpr.outvars[output], list[_Move]()
-        while (
-            eqn := None if isinstance(var, Literal) else self._maker.get(var)
-        ) is not None:
+        while not isinstance(var, Literal) and var in self._maker:
+            eqn = self._maker[var]
             move = _move(eqn)
             if move is None:
                 return None
@@ -243,14 +240,9 @@ def _move(eqn: Any) -> _Move | None:
     params = eqn.params
     match eqn.primitive.name:
         case "slice":
-            strides = params["strides"] or [None] * len(params["start_indices"])
-            return itemgetter(
-                tuple(
-                    map(
-                        slice, params["start_indices"], params["limit_indices"], strides
-                    )
-                )
-            )
+            starts, ends = params["start_indices"], params["limit_indices"]
+            strides = params["strides"] or (1,) * len(starts)
+            return itemgetter(tuple(map(slice, starts, ends, strides)))
         case "transpose":
             return methodcaller("transpose", params["permutation"])
     if _moves_nothing(eqn):
