@@ -89,6 +89,8 @@ def parts(draw):
 
 @examples(25)
 @given(parts(), st.sampled_from(["int8", "int32"]))
+@example(lambda x: jax.lax.slice(x, (0, 1, 0), (3, 4, 1), (2, 3, 1)), "int32")
+@example(lambda x: jax.lax.transpose(x[1:], (2, 0, 1)).reshape(-1)[3:], "int8")
 def test_parts_of_an_input_are_found_without_a_program(choose, dtype):
     array = np.arange(24, dtype=dtype).reshape(3, 4, 2)
 
